@@ -148,22 +148,37 @@ class LookupRequest(_message.Message):
     NAMESPACE_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
+    ANNOUNCE_FIELD_NUMBER: _builtins.int
+    WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     """SHA-256 that names model content, layout and codec policy: exactly 32 bytes."""
     tokens: _builtins.bytes
     """Token ids, unsigned 32-bit little-endian, packed: 4 bytes each, at least one token."""
     limit: _builtins.int
     """At most this many rows are served; 0 to the number of tokens."""
+    announce: _builtins.bool
+    """The caller will compute the rows of all its tokens that are missing, and commit them. Opens
+    a lease also for a miss; the announcement ends with that lease. It has no effect on others
+    when fewer rows are missing than a record holds (256 by default), or when the session's
+    announcements take more than 4,194,304 tokens.
+    """
+    wait_seconds: _builtins.float
+    """Answer only once no one has announced rows, at least as many as a record holds, that could
+    be served beyond those held now; but not later than after that many seconds, 0 to 120. The
+    call's own deadline has to be longer. With 128 calls waiting already, do not wait.
+    """
     def __init__(
         self,
         *,
         namespace: _builtins.bytes = ...,
         tokens: _builtins.bytes = ...,
         limit: _builtins.int = ...,
+        announce: _builtins.bool = ...,
+        wait_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "namespace", b"namespace", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announce", b"announce", "limit", b"limit", "namespace", b"namespace", "tokens", b"tokens", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -178,16 +193,24 @@ class LookupResponse(_message.Message):
     SPANS_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    RETIRED_SLAB_IDS_FIELD_NUMBER: _builtins.int
     kind: Global___MatchKind.ValueType
+    """What was found."""
     rows: _builtins.int
     """Rows served: the sum over spans, 0 for a miss."""
     lease_id: _builtins.int
-    """Lease over the records of the spans; 0 for a miss."""
+    """Lease over the records of the spans; 0 for a miss, unless it was announced."""
     lease_seconds: _builtins.float
     """Seconds until the lease lapses unless renewed."""
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Span]:
         """Rows [0, rows) in order."""
+
+    @_builtins.property
+    def retired_slab_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Slabs in which nothing lies any more, and which the caller may still map: it should unmap
+        them, and then say so on the session socket. Their memory counts until it has.
+        """
 
     def __init__(
         self,
@@ -197,10 +220,11 @@ class LookupResponse(_message.Message):
         spans: _abc.Iterable[Global___Span] | None = ...,
         lease_id: _builtins.int = ...,
         lease_seconds: _builtins.float = ...,
+        retired_slab_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "lease_id", b"lease_id", "lease_seconds", b"lease_seconds", "rows", b"rows", "spans", b"spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "lease_id", b"lease_id", "lease_seconds", b"lease_seconds", "retired_slab_ids", b"retired_slab_ids", "rows", b"rows", "spans", b"spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -233,18 +257,24 @@ class RenewResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VALID_FIELD_NUMBER: _builtins.int
+    RETIRED_SLAB_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def valid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
         """One for each lease asked for, in order: true when it never lapsed and is extended now."""
+
+    @_builtins.property
+    def retired_slab_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As in LookupResponse."""
 
     def __init__(
         self,
         *,
         valid: _abc.Iterable[_builtins.bool] | None = ...,
+        retired_slab_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["valid", b"valid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["retired_slab_ids", b"retired_slab_ids", "valid", b"valid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -345,7 +375,9 @@ class Piece(_message.Message):
     rows: _builtins.int
     """Rows, at least 1; at most the daemon's record_tokens (256 by default)."""
     @_builtins.property
-    def extent(self) -> Global___Extent: ...
+    def extent(self) -> Global___Extent:
+        """Where the record is to be written."""
+
     def __init__(
         self,
         *,
@@ -370,6 +402,7 @@ class ReserveResponse(_message.Message):
     PIECES_FIELD_NUMBER: _builtins.int
     RESERVATION_SECONDS_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.int
+    """For Commit or Abort; never 0."""
     have: _builtins.int
     """Rows [0, have) are held already, and pinned until the reservation ends."""
     reservation_seconds: _builtins.float
@@ -401,6 +434,7 @@ class CommitRequest(_message.Message):
     RESERVATION_ID_FIELD_NUMBER: _builtins.int
     RECORD_BYTES_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.int
+    """As Reserve gave it."""
     @_builtins.property
     def record_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Bytes of each record stream written, one for each piece in order; each above 0 and at most
@@ -447,6 +481,7 @@ class AbortRequest(_message.Message):
 
     RESERVATION_ID_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.int
+    """As Reserve gave it. Unknown or ended ones are ignored."""
     def __init__(
         self,
         *,
@@ -492,6 +527,8 @@ Global___StatsRequest: _TypeAlias = StatsRequest  # noqa: Y015
 
 @_typing.final
 class NamespaceStats(_message.Message):
+    """What is held for one namespace."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAMESPACE_FIELD_NUMBER: _builtins.int
@@ -503,12 +540,15 @@ class NamespaceStats(_message.Message):
     namespace: _builtins.bytes
     """32 bytes."""
     label: _builtins.str
+    """Name for people, as the first Reserve gave it."""
     bytes_used: _builtins.int
     """Bytes of the extents of its records."""
     tokens: _builtins.int
     """Rows that a lookup can reach."""
     records: _builtins.int
+    """Records held."""
     sequences: _builtins.int
+    """Ends of stored sequences."""
     def __init__(
         self,
         *,
@@ -529,6 +569,8 @@ Global___NamespaceStats: _TypeAlias = NamespaceStats  # noqa: Y015
 
 @_typing.final
 class LookupStats(_message.Message):
+    """Lookups since the start of the daemon."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     EXACT_FIELD_NUMBER: _builtins.int
@@ -538,14 +580,28 @@ class LookupStats(_message.Message):
     MISS_FIELD_NUMBER: _builtins.int
     TOKENS_REQUESTED_FIELD_NUMBER: _builtins.int
     TOKENS_SERVED_FIELD_NUMBER: _builtins.int
+    SECONDS_P50_FIELD_NUMBER: _builtins.int
+    SECONDS_P99_FIELD_NUMBER: _builtins.int
     exact: _builtins.int
+    """Lookups that were MATCH_KIND_EXACT."""
     supersequence: _builtins.int
+    """Lookups that were MATCH_KIND_SUPERSEQUENCE."""
     prefix: _builtins.int
+    """Lookups that were MATCH_KIND_PREFIX."""
     lcp: _builtins.int
+    """Lookups that were MATCH_KIND_LCP."""
     miss: _builtins.int
+    """Lookups that were MATCH_KIND_MISS."""
     tokens_requested: _builtins.int
-    """Tokens of all requests, and those of them that were served from the cache."""
+    """Tokens of all requests."""
     tokens_served: _builtins.int
+    """Of tokens_requested, those that were served from the cache."""
+    seconds_p50: _builtins.float
+    """Seconds that half of all lookups took at most in the daemon, waiting for other calls aside.
+    At most 19 % too high; 0 before the first lookup.
+    """
+    seconds_p99: _builtins.float
+    """As seconds_p50, for 99 of 100."""
     def __init__(
         self,
         *,
@@ -556,10 +612,12 @@ class LookupStats(_message.Message):
         miss: _builtins.int = ...,
         tokens_requested: _builtins.int = ...,
         tokens_served: _builtins.int = ...,
+        seconds_p50: _builtins.float = ...,
+        seconds_p99: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exact", b"exact", "lcp", b"lcp", "miss", b"miss", "prefix", b"prefix", "supersequence", b"supersequence", "tokens_requested", b"tokens_requested", "tokens_served", b"tokens_served"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exact", b"exact", "lcp", b"lcp", "miss", b"miss", "prefix", b"prefix", "seconds_p50", b"seconds_p50", "seconds_p99", b"seconds_p99", "supersequence", b"supersequence", "tokens_requested", b"tokens_requested", "tokens_served", b"tokens_served"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -567,6 +625,8 @@ Global___LookupStats: _TypeAlias = LookupStats  # noqa: Y015
 
 @_typing.final
 class WriteStats(_message.Message):
+    """Writes since the start of the daemon."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     COMMITTED_FIELD_NUMBER: _builtins.int
@@ -575,7 +635,9 @@ class WriteStats(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     DROPPED_FIELD_NUMBER: _builtins.int
     committed: _builtins.int
+    """Commits."""
     rows_inserted: _builtins.int
+    """Rows that commits added."""
     rows_duplicate: _builtins.int
     """Rows that a commit brought although another writer had been faster."""
     refused: _builtins.int
@@ -624,35 +686,86 @@ class StatsResponse(_message.Message):
     SESSIONS_FIELD_NUMBER: _builtins.int
     LEASES_FIELD_NUMBER: _builtins.int
     RESERVATIONS_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    ANNOUNCED_FIELD_NUMBER: _builtins.int
+    SLAB_FAILURES_FIELD_NUMBER: _builtins.int
+    CHECK_FAILURES_FIELD_NUMBER: _builtins.int
+    BYTES_PADDING_FIELD_NUMBER: _builtins.int
+    BYTES_STRANDED_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    BYTES_RETIRING_FIELD_NUMBER: _builtins.int
     version: _builtins.str
+    """Version of the daemon."""
     pid: _builtins.int
+    """Process id of the daemon."""
     uptime_seconds: _builtins.float
+    """Seconds since the start of the daemon."""
     bytes_budget: _builtins.int
     """Bound on bytes_slabs."""
     bytes_slabs: _builtins.int
-    """Shared memory held: bytes_used + bytes_reserved + bytes_quarantined + bytes_free."""
+    """Shared memory held: bytes_used + bytes_reserved + bytes_quarantined + bytes_retiring +
+    bytes_free.
+    """
     bytes_used: _builtins.int
+    """Extents of committed records."""
     bytes_reserved: _builtins.int
+    """Extents that are being written."""
     bytes_quarantined: _builtins.int
     """Extents whose reservation ended without its writer's word, until that session ends."""
     bytes_free: _builtins.int
+    """The rest of the slabs."""
     slabs: _builtins.int
+    """Slabs held, retiring ones included."""
     records: _builtins.int
+    """Records held."""
     sequences: _builtins.int
+    """Ends of stored sequences."""
     tokens: _builtins.int
     """Rows that a lookup can reach."""
     evictions: _builtins.int
+    """Records that left for room, since start."""
     bytes_evicted: _builtins.int
+    """Bytes of their extents."""
     sessions: _builtins.int
     """Sessions of engines; those of cachestore-admin are not counted."""
     leases: _builtins.int
+    """Leases open now."""
     reservations: _builtins.int
+    """Reservations open now."""
+    waiting: _builtins.int
+    """Lookups that wait now for rows that somebody has announced."""
+    announced: _builtins.int
+    """Announcements open now."""
+    slab_failures: _builtins.int
+    """How often the system had no memory for another slab. For 30 s after, room is made by
+    eviction where that is possible.
+    """
+    check_failures: _builtins.int
+    """Above 0 the store has contradicted itself: lookups are misses, leases not valid, writes
+    FAILED_PRECONDITION, and health says NOT_SERVING, until the daemon is started anew.
+    """
+    bytes_padding: _builtins.int
+    """Of bytes_used: ends of extents that their records do not fill."""
+    bytes_stranded: _builtins.int
+    """Of bytes_used: rows that no lookup can reach, because another writer of the same tokens was
+    faster and only later rows of the record were missing. In proportion to a record's rows.
+    """
+    pinned: _builtins.int
+    """Records that are pinned, each with all before it."""
+    bytes_retiring: _builtins.int
+    """Slabs given back, until every client has unmapped them or ended."""
     @_builtins.property
-    def namespaces(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamespaceStats]: ...
+    def namespaces(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamespaceStats]:
+        """One for each namespace that has a record."""
+
     @_builtins.property
-    def lookups(self) -> Global___LookupStats: ...
+    def lookups(self) -> Global___LookupStats:
+        """Lookups since start."""
+
     @_builtins.property
-    def writes(self) -> Global___WriteStats: ...
+    def writes(self) -> Global___WriteStats:
+        """Writes since start."""
+
     def __init__(
         self,
         *,
@@ -677,11 +790,398 @@ class StatsResponse(_message.Message):
         sessions: _builtins.int = ...,
         leases: _builtins.int = ...,
         reservations: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        announced: _builtins.int = ...,
+        slab_failures: _builtins.int = ...,
+        check_failures: _builtins.int = ...,
+        bytes_padding: _builtins.int = ...,
+        bytes_stranded: _builtins.int = ...,
+        pinned: _builtins.int = ...,
+        bytes_retiring: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lookups", b"lookups", "writes", b"writes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_budget", b"bytes_budget", "bytes_evicted", b"bytes_evicted", "bytes_free", b"bytes_free", "bytes_quarantined", b"bytes_quarantined", "bytes_reserved", b"bytes_reserved", "bytes_slabs", b"bytes_slabs", "bytes_used", b"bytes_used", "evictions", b"evictions", "leases", b"leases", "lookups", b"lookups", "namespaces", b"namespaces", "pid", b"pid", "records", b"records", "reservations", b"reservations", "sequences", b"sequences", "sessions", b"sessions", "slabs", b"slabs", "tokens", b"tokens", "uptime_seconds", b"uptime_seconds", "version", b"version", "writes", b"writes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced", b"announced", "bytes_budget", b"bytes_budget", "bytes_evicted", b"bytes_evicted", "bytes_free", b"bytes_free", "bytes_padding", b"bytes_padding", "bytes_quarantined", b"bytes_quarantined", "bytes_reserved", b"bytes_reserved", "bytes_retiring", b"bytes_retiring", "bytes_slabs", b"bytes_slabs", "bytes_stranded", b"bytes_stranded", "bytes_used", b"bytes_used", "check_failures", b"check_failures", "evictions", b"evictions", "leases", b"leases", "lookups", b"lookups", "namespaces", b"namespaces", "pid", b"pid", "pinned", b"pinned", "records", b"records", "reservations", b"reservations", "sequences", b"sequences", "sessions", b"sessions", "slab_failures", b"slab_failures", "slabs", b"slabs", "tokens", b"tokens", "uptime_seconds", b"uptime_seconds", "version", b"version", "waiting", b"waiting", "writes", b"writes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatsResponse: _TypeAlias = StatsResponse  # noqa: Y015
+
+@_typing.final
+class ListNamespacesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListNamespacesRequest: _TypeAlias = ListNamespacesRequest  # noqa: Y015
+
+@_typing.final
+class ListNamespacesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def namespaces(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamespaceStats]:
+        """One for each namespace that has a record."""
+
+    def __init__(
+        self,
+        *,
+        namespaces: _abc.Iterable[Global___NamespaceStats] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespaces", b"namespaces"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListNamespacesResponse: _TypeAlias = ListNamespacesResponse  # noqa: Y015
+
+@_typing.final
+class ListEntriesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    AFTER_RECORD_ID_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.bytes
+    """32 bytes; empty for all."""
+    after_record_id: _builtins.int
+    """Only records with greater ids: the last one of the page before; 0 for the first page."""
+    limit: _builtins.int
+    """Length of the page, 1 to 256."""
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.bytes = ...,
+        after_record_id: _builtins.int = ...,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_record_id", b"after_record_id", "limit", b"limit", "namespace", b"namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListEntriesRequest: _TypeAlias = ListEntriesRequest  # noqa: Y015
+
+@_typing.final
+class ListEntriesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___Entry]:
+        """Fewer than asked for: there are no more."""
+
+    def __init__(
+        self,
+        *,
+        entries: _abc.Iterable[Global___Entry] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListEntriesResponse: _TypeAlias = ListEntriesResponse  # noqa: Y015
+
+@_typing.final
+class Entry(_message.Message):
+    """A record, and what it is to its sequences."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    SPAN_FIELD_NUMBER: _builtins.int
+    PARENT_RECORD_ID_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    HITS_FIELD_NUMBER: _builtins.int
+    AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    CLAIMS_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.bytes
+    """32 bytes."""
+    parent_record_id: _builtins.int
+    """The record whose rows come before; 0 for none."""
+    first_token: _builtins.int
+    """Position in the sequence of the span's first row."""
+    sequences: _builtins.int
+    """Stored sequences that end in it."""
+    hits: _builtins.int
+    """Lookups that were served rows of it."""
+    age_seconds: _builtins.float
+    """Seconds since it was last found or stored."""
+    claims: _builtins.int
+    """Leases, reservations and pins that keep it now, also those of records behind it."""
+    pinned: _builtins.bool
+    """Pinned itself."""
+    @_builtins.property
+    def span(self) -> Global___Span:
+        """All of the record that a lookup can reach."""
+
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.bytes = ...,
+        span: Global___Span | None = ...,
+        parent_record_id: _builtins.int = ...,
+        first_token: _builtins.int = ...,
+        sequences: _builtins.int = ...,
+        hits: _builtins.int = ...,
+        age_seconds: _builtins.float = ...,
+        claims: _builtins.int = ...,
+        pinned: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_seconds", b"age_seconds", "claims", b"claims", "first_token", b"first_token", "hits", b"hits", "namespace", b"namespace", "parent_record_id", b"parent_record_id", "pinned", b"pinned", "sequences", b"sequences", "span", b"span"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Entry: _TypeAlias = Entry  # noqa: Y015
+
+@_typing.final
+class EvictRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    RECORD_ID_FIELD_NUMBER: _builtins.int
+    EVERYTHING_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.bytes
+    """All records of it; 32 bytes."""
+    record_id: _builtins.int
+    """The record and all that come after it in any sequence."""
+    everything: _builtins.bool
+    """Must be true."""
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.bytes = ...,
+        record_id: _builtins.int = ...,
+        everything: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["everything", b"everything", "namespace", b"namespace", "record_id", b"record_id", "what", b"what"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["everything", b"everything", "namespace", b"namespace", "record_id", b"record_id", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["namespace", "record_id", "everything"]  # noqa: Y015
+    _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
+
+Global___EvictRequest: _TypeAlias = EvictRequest  # noqa: Y015
+
+@_typing.final
+class EvictResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORDS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    records: _builtins.int
+    """Records dropped."""
+    bytes: _builtins.int
+    """Bytes of their extents, free again."""
+    kept: _builtins.int
+    """Records that stayed, being in use or pinned, or before such."""
+    def __init__(
+        self,
+        *,
+        records: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        kept: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "kept", b"kept", "records", b"records"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvictResponse: _TypeAlias = EvictResponse  # noqa: Y015
+
+@_typing.final
+class PinRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORD_ID_FIELD_NUMBER: _builtins.int
+    record_id: _builtins.int
+    """As ListEntries gives it."""
+    def __init__(
+        self,
+        *,
+        record_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["record_id", b"record_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinRequest: _TypeAlias = PinRequest  # noqa: Y015
+
+@_typing.final
+class PinResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORDS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    records: _builtins.int
+    """The record and all before it."""
+    bytes: _builtins.int
+    """Bytes of their extents."""
+    def __init__(
+        self,
+        *,
+        records: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "records", b"records"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinResponse: _TypeAlias = PinResponse  # noqa: Y015
+
+@_typing.final
+class UnpinRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORD_ID_FIELD_NUMBER: _builtins.int
+    record_id: _builtins.int
+    """As Pin was given it."""
+    def __init__(
+        self,
+        *,
+        record_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["record_id", b"record_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinRequest: _TypeAlias = UnpinRequest  # noqa: Y015
+
+@_typing.final
+class UnpinResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinResponse: _TypeAlias = UnpinResponse  # noqa: Y015
+
+@_typing.final
+class VerifyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyRequest: _TypeAlias = VerifyRequest  # noqa: Y015
+
+@_typing.final
+class VerifyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORDS_DONE_FIELD_NUMBER: _builtins.int
+    RECORDS_TOTAL_FIELD_NUMBER: _builtins.int
+    BYTES_DONE_FIELD_NUMBER: _builtins.int
+    BYTES_TOTAL_FIELD_NUMBER: _builtins.int
+    PROBLEMS_FIELD_NUMBER: _builtins.int
+    records_done: _builtins.int
+    """Records read so far."""
+    records_total: _builtins.int
+    """Records held when it began."""
+    bytes_done: _builtins.int
+    """Bytes read so far."""
+    bytes_total: _builtins.int
+    """Bytes of the records held when it began."""
+    @_builtins.property
+    def problems(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Found since the message before. Empty in all messages: everything is as it should be."""
+
+    def __init__(
+        self,
+        *,
+        records_done: _builtins.int = ...,
+        records_total: _builtins.int = ...,
+        bytes_done: _builtins.int = ...,
+        bytes_total: _builtins.int = ...,
+        problems: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_done", b"bytes_done", "bytes_total", b"bytes_total", "problems", b"problems", "records_done", b"records_done", "records_total", b"records_total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyResponse: _TypeAlias = VerifyResponse  # noqa: Y015
+
+@_typing.final
+class InspectRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORD_ID_FIELD_NUMBER: _builtins.int
+    record_id: _builtins.int
+    """As ListEntries gives it."""
+    def __init__(
+        self,
+        *,
+        record_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["record_id", b"record_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InspectRequest: _TypeAlias = InspectRequest  # noqa: Y015
+
+@_typing.final
+class InspectResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENTRY_FIELD_NUMBER: _builtins.int
+    HEAD_FIELD_NUMBER: _builtins.int
+    head: _builtins.bytes
+    """The first bytes of the record, at most 64 KiB: its header is among them."""
+    @_builtins.property
+    def entry(self) -> Global___Entry:
+        """The record."""
+
+    def __init__(
+        self,
+        *,
+        entry: Global___Entry | None = ...,
+        head: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "head", b"head"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InspectResponse: _TypeAlias = InspectResponse  # noqa: Y015

@@ -70,6 +70,41 @@ class CachestoreStub:
                 request_serializer=cachestore_dot_v1_dot_cachestore__pb2.StatsRequest.SerializeToString,
                 response_deserializer=cachestore_dot_v1_dot_cachestore__pb2.StatsResponse.FromString,
                 _registered_method=True)
+        self.ListNamespaces = channel.unary_unary(
+                '/cachestore.v1.Cachestore/ListNamespaces',
+                request_serializer=cachestore_dot_v1_dot_cachestore__pb2.ListNamespacesRequest.SerializeToString,
+                response_deserializer=cachestore_dot_v1_dot_cachestore__pb2.ListNamespacesResponse.FromString,
+                _registered_method=True)
+        self.ListEntries = channel.unary_unary(
+                '/cachestore.v1.Cachestore/ListEntries',
+                request_serializer=cachestore_dot_v1_dot_cachestore__pb2.ListEntriesRequest.SerializeToString,
+                response_deserializer=cachestore_dot_v1_dot_cachestore__pb2.ListEntriesResponse.FromString,
+                _registered_method=True)
+        self.Evict = channel.unary_unary(
+                '/cachestore.v1.Cachestore/Evict',
+                request_serializer=cachestore_dot_v1_dot_cachestore__pb2.EvictRequest.SerializeToString,
+                response_deserializer=cachestore_dot_v1_dot_cachestore__pb2.EvictResponse.FromString,
+                _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/cachestore.v1.Cachestore/Pin',
+                request_serializer=cachestore_dot_v1_dot_cachestore__pb2.PinRequest.SerializeToString,
+                response_deserializer=cachestore_dot_v1_dot_cachestore__pb2.PinResponse.FromString,
+                _registered_method=True)
+        self.Unpin = channel.unary_unary(
+                '/cachestore.v1.Cachestore/Unpin',
+                request_serializer=cachestore_dot_v1_dot_cachestore__pb2.UnpinRequest.SerializeToString,
+                response_deserializer=cachestore_dot_v1_dot_cachestore__pb2.UnpinResponse.FromString,
+                _registered_method=True)
+        self.Verify = channel.unary_stream(
+                '/cachestore.v1.Cachestore/Verify',
+                request_serializer=cachestore_dot_v1_dot_cachestore__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=cachestore_dot_v1_dot_cachestore__pb2.VerifyResponse.FromString,
+                _registered_method=True)
+        self.Inspect = channel.unary_unary(
+                '/cachestore.v1.Cachestore/Inspect',
+                request_serializer=cachestore_dot_v1_dot_cachestore__pb2.InspectRequest.SerializeToString,
+                response_deserializer=cachestore_dot_v1_dot_cachestore__pb2.InspectResponse.FromString,
+                _registered_method=True)
 
 
 class CachestoreServicer:
@@ -78,6 +113,14 @@ class CachestoreServicer:
     def Lookup(self, request, context):
         """Longest prefix of the given tokens that is held. Pins what it returns with a lease, and
         refreshes the recency of the whole path.
+
+        One prefill for a crowd: each caller sets `announce` and `wait_seconds`. The first one is
+        answered at once and computes what is missing. The others, of any session, are answered when
+        its rows have been committed, or else when its lease has ended in any way: then the one that
+        has waited longest is answered, announces, and the others go on waiting for that one. A call
+        that waits holds no lease and has announced nothing, and does not count as a lookup yet.
+        A caller with an announcement of its own must not wait for more of the same tokens: it would
+        wait for itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -128,6 +171,59 @@ class CachestoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListNamespaces(self, request, context):
+        """For people, through cachestore-admin. NOT_FOUND for a record that is not held (any more).
+
+        Namespaces for which something is held.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListEntries(self, request, context):
+        """Records, a page at a time, in the order of their ids.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Evict(self, request, context):
+        """Drops records that are neither in use nor pinned.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pin(self, request, context):
+        """Keeps a record, and all before it in its sequence, until Unpin or the end of the daemon.
+        RESOURCE_EXHAUSTED when 4,096 are pinned.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unpin(self, request, context):
+        """NOT_FOUND when the record is not pinned.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Verify(self, request, context):
+        """Reads all records and checks them, the tree and the bytes; says how far it is and what it
+        has found. Other calls are answered meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Inspect(self, request, context):
+        """One record, with the beginning of its bytes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CachestoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -165,6 +261,41 @@ def add_CachestoreServicer_to_server(servicer, server):
                     servicer.Stats,
                     request_deserializer=cachestore_dot_v1_dot_cachestore__pb2.StatsRequest.FromString,
                     response_serializer=cachestore_dot_v1_dot_cachestore__pb2.StatsResponse.SerializeToString,
+            ),
+            'ListNamespaces': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListNamespaces,
+                    request_deserializer=cachestore_dot_v1_dot_cachestore__pb2.ListNamespacesRequest.FromString,
+                    response_serializer=cachestore_dot_v1_dot_cachestore__pb2.ListNamespacesResponse.SerializeToString,
+            ),
+            'ListEntries': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListEntries,
+                    request_deserializer=cachestore_dot_v1_dot_cachestore__pb2.ListEntriesRequest.FromString,
+                    response_serializer=cachestore_dot_v1_dot_cachestore__pb2.ListEntriesResponse.SerializeToString,
+            ),
+            'Evict': grpc.unary_unary_rpc_method_handler(
+                    servicer.Evict,
+                    request_deserializer=cachestore_dot_v1_dot_cachestore__pb2.EvictRequest.FromString,
+                    response_serializer=cachestore_dot_v1_dot_cachestore__pb2.EvictResponse.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=cachestore_dot_v1_dot_cachestore__pb2.PinRequest.FromString,
+                    response_serializer=cachestore_dot_v1_dot_cachestore__pb2.PinResponse.SerializeToString,
+            ),
+            'Unpin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unpin,
+                    request_deserializer=cachestore_dot_v1_dot_cachestore__pb2.UnpinRequest.FromString,
+                    response_serializer=cachestore_dot_v1_dot_cachestore__pb2.UnpinResponse.SerializeToString,
+            ),
+            'Verify': grpc.unary_stream_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=cachestore_dot_v1_dot_cachestore__pb2.VerifyRequest.FromString,
+                    response_serializer=cachestore_dot_v1_dot_cachestore__pb2.VerifyResponse.SerializeToString,
+            ),
+            'Inspect': grpc.unary_unary_rpc_method_handler(
+                    servicer.Inspect,
+                    request_deserializer=cachestore_dot_v1_dot_cachestore__pb2.InspectRequest.FromString,
+                    response_serializer=cachestore_dot_v1_dot_cachestore__pb2.InspectResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -356,6 +487,195 @@ class Cachestore:
             '/cachestore.v1.Cachestore/Stats',
             cachestore_dot_v1_dot_cachestore__pb2.StatsRequest.SerializeToString,
             cachestore_dot_v1_dot_cachestore__pb2.StatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListNamespaces(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cachestore.v1.Cachestore/ListNamespaces',
+            cachestore_dot_v1_dot_cachestore__pb2.ListNamespacesRequest.SerializeToString,
+            cachestore_dot_v1_dot_cachestore__pb2.ListNamespacesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListEntries(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cachestore.v1.Cachestore/ListEntries',
+            cachestore_dot_v1_dot_cachestore__pb2.ListEntriesRequest.SerializeToString,
+            cachestore_dot_v1_dot_cachestore__pb2.ListEntriesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Evict(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cachestore.v1.Cachestore/Evict',
+            cachestore_dot_v1_dot_cachestore__pb2.EvictRequest.SerializeToString,
+            cachestore_dot_v1_dot_cachestore__pb2.EvictResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cachestore.v1.Cachestore/Pin',
+            cachestore_dot_v1_dot_cachestore__pb2.PinRequest.SerializeToString,
+            cachestore_dot_v1_dot_cachestore__pb2.PinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unpin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cachestore.v1.Cachestore/Unpin',
+            cachestore_dot_v1_dot_cachestore__pb2.UnpinRequest.SerializeToString,
+            cachestore_dot_v1_dot_cachestore__pb2.UnpinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/cachestore.v1.Cachestore/Verify',
+            cachestore_dot_v1_dot_cachestore__pb2.VerifyRequest.SerializeToString,
+            cachestore_dot_v1_dot_cachestore__pb2.VerifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Inspect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cachestore.v1.Cachestore/Inspect',
+            cachestore_dot_v1_dot_cachestore__pb2.InspectRequest.SerializeToString,
+            cachestore_dot_v1_dot_cachestore__pb2.InspectResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,6 +44,14 @@ class CachestoreStub:
     Lookup: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.LookupRequest, _cachestore_pb2.LookupResponse]
     """Longest prefix of the given tokens that is held. Pins what it returns with a lease, and
     refreshes the recency of the whole path.
+
+    One prefill for a crowd: each caller sets `announce` and `wait_seconds`. The first one is
+    answered at once and computes what is missing. The others, of any session, are answered when
+    its rows have been committed, or else when its lease has ended in any way: then the one that
+    has waited longest is answered, announces, and the others go on waiting for that one. A call
+    that waits holds no lease and has announced nothing, and does not count as a lookup yet.
+    A caller with an announcement of its own must not wait for more of the same tokens: it would
+    wait for itself.
     """
     Renew: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.RenewRequest, _cachestore_pb2.RenewResponse]
     """Extends leases, and says of each whether it was valid all the while."""
@@ -62,6 +70,27 @@ class CachestoreStub:
     """Drops a staged write. The caller promises that it no longer writes to its extents."""
     Stats: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.StatsRequest, _cachestore_pb2.StatsResponse]
     """Everything that the daemon counts."""
+    ListNamespaces: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.ListNamespacesRequest, _cachestore_pb2.ListNamespacesResponse]
+    """For people, through cachestore-admin. NOT_FOUND for a record that is not held (any more).
+
+    Namespaces for which something is held.
+    """
+    ListEntries: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.ListEntriesRequest, _cachestore_pb2.ListEntriesResponse]
+    """Records, a page at a time, in the order of their ids."""
+    Evict: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.EvictRequest, _cachestore_pb2.EvictResponse]
+    """Drops records that are neither in use nor pinned."""
+    Pin: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.PinRequest, _cachestore_pb2.PinResponse]
+    """Keeps a record, and all before it in its sequence, until Unpin or the end of the daemon.
+    RESOURCE_EXHAUSTED when 4,096 are pinned.
+    """
+    Unpin: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.UnpinRequest, _cachestore_pb2.UnpinResponse]
+    """NOT_FOUND when the record is not pinned."""
+    Verify: _grpc.UnaryStreamMultiCallable[_cachestore_pb2.VerifyRequest, _cachestore_pb2.VerifyResponse]
+    """Reads all records and checks them, the tree and the bytes; says how far it is and what it
+    has found. Other calls are answered meanwhile.
+    """
+    Inspect: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.InspectRequest, _cachestore_pb2.InspectResponse]
+    """One record, with the beginning of its bytes."""
 
 @_typing.type_check_only
 class CachestoreAsyncStub(CachestoreStub):
@@ -69,6 +98,14 @@ class CachestoreAsyncStub(CachestoreStub):
     Lookup: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.LookupRequest, _cachestore_pb2.LookupResponse]  # type: ignore[assignment]
     """Longest prefix of the given tokens that is held. Pins what it returns with a lease, and
     refreshes the recency of the whole path.
+
+    One prefill for a crowd: each caller sets `announce` and `wait_seconds`. The first one is
+    answered at once and computes what is missing. The others, of any session, are answered when
+    its rows have been committed, or else when its lease has ended in any way: then the one that
+    has waited longest is answered, announces, and the others go on waiting for that one. A call
+    that waits holds no lease and has announced nothing, and does not count as a lookup yet.
+    A caller with an announcement of its own must not wait for more of the same tokens: it would
+    wait for itself.
     """
     Renew: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.RenewRequest, _cachestore_pb2.RenewResponse]  # type: ignore[assignment]
     """Extends leases, and says of each whether it was valid all the while."""
@@ -87,6 +124,27 @@ class CachestoreAsyncStub(CachestoreStub):
     """Drops a staged write. The caller promises that it no longer writes to its extents."""
     Stats: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.StatsRequest, _cachestore_pb2.StatsResponse]  # type: ignore[assignment]
     """Everything that the daemon counts."""
+    ListNamespaces: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.ListNamespacesRequest, _cachestore_pb2.ListNamespacesResponse]  # type: ignore[assignment]
+    """For people, through cachestore-admin. NOT_FOUND for a record that is not held (any more).
+
+    Namespaces for which something is held.
+    """
+    ListEntries: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.ListEntriesRequest, _cachestore_pb2.ListEntriesResponse]  # type: ignore[assignment]
+    """Records, a page at a time, in the order of their ids."""
+    Evict: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.EvictRequest, _cachestore_pb2.EvictResponse]  # type: ignore[assignment]
+    """Drops records that are neither in use nor pinned."""
+    Pin: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.PinRequest, _cachestore_pb2.PinResponse]  # type: ignore[assignment]
+    """Keeps a record, and all before it in its sequence, until Unpin or the end of the daemon.
+    RESOURCE_EXHAUSTED when 4,096 are pinned.
+    """
+    Unpin: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.UnpinRequest, _cachestore_pb2.UnpinResponse]  # type: ignore[assignment]
+    """NOT_FOUND when the record is not pinned."""
+    Verify: _aio.UnaryStreamMultiCallable[_cachestore_pb2.VerifyRequest, _cachestore_pb2.VerifyResponse]  # type: ignore[assignment]
+    """Reads all records and checks them, the tree and the bytes; says how far it is and what it
+    has found. Other calls are answered meanwhile.
+    """
+    Inspect: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.InspectRequest, _cachestore_pb2.InspectResponse]  # type: ignore[assignment]
+    """One record, with the beginning of its bytes."""
 
 class CachestoreServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -97,6 +155,14 @@ class CachestoreServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_cachestore_pb2.LookupResponse, _abc.Awaitable[_cachestore_pb2.LookupResponse]]:
         """Longest prefix of the given tokens that is held. Pins what it returns with a lease, and
         refreshes the recency of the whole path.
+
+        One prefill for a crowd: each caller sets `announce` and `wait_seconds`. The first one is
+        answered at once and computes what is missing. The others, of any session, are answered when
+        its rows have been committed, or else when its lease has ended in any way: then the one that
+        has waited longest is answered, announces, and the others go on waiting for that one. A call
+        that waits holds no lease and has announced nothing, and does not count as a lookup yet.
+        A caller with an announcement of its own must not wait for more of the same tokens: it would
+        wait for itself.
         """
 
     @_abc_1.abstractmethod
@@ -151,5 +217,68 @@ class CachestoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cachestore_pb2.StatsResponse, _abc.Awaitable[_cachestore_pb2.StatsResponse]]:
         """Everything that the daemon counts."""
+
+    @_abc_1.abstractmethod
+    def ListNamespaces(
+        self,
+        request: _cachestore_pb2.ListNamespacesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cachestore_pb2.ListNamespacesResponse, _abc.Awaitable[_cachestore_pb2.ListNamespacesResponse]]:
+        """For people, through cachestore-admin. NOT_FOUND for a record that is not held (any more).
+
+        Namespaces for which something is held.
+        """
+
+    @_abc_1.abstractmethod
+    def ListEntries(
+        self,
+        request: _cachestore_pb2.ListEntriesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cachestore_pb2.ListEntriesResponse, _abc.Awaitable[_cachestore_pb2.ListEntriesResponse]]:
+        """Records, a page at a time, in the order of their ids."""
+
+    @_abc_1.abstractmethod
+    def Evict(
+        self,
+        request: _cachestore_pb2.EvictRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cachestore_pb2.EvictResponse, _abc.Awaitable[_cachestore_pb2.EvictResponse]]:
+        """Drops records that are neither in use nor pinned."""
+
+    @_abc_1.abstractmethod
+    def Pin(
+        self,
+        request: _cachestore_pb2.PinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cachestore_pb2.PinResponse, _abc.Awaitable[_cachestore_pb2.PinResponse]]:
+        """Keeps a record, and all before it in its sequence, until Unpin or the end of the daemon.
+        RESOURCE_EXHAUSTED when 4,096 are pinned.
+        """
+
+    @_abc_1.abstractmethod
+    def Unpin(
+        self,
+        request: _cachestore_pb2.UnpinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cachestore_pb2.UnpinResponse, _abc.Awaitable[_cachestore_pb2.UnpinResponse]]:
+        """NOT_FOUND when the record is not pinned."""
+
+    @_abc_1.abstractmethod
+    def Verify(
+        self,
+        request: _cachestore_pb2.VerifyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_cachestore_pb2.VerifyResponse], _abc.AsyncIterator[_cachestore_pb2.VerifyResponse]]:
+        """Reads all records and checks them, the tree and the bytes; says how far it is and what it
+        has found. Other calls are answered meanwhile.
+        """
+
+    @_abc_1.abstractmethod
+    def Inspect(
+        self,
+        request: _cachestore_pb2.InspectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cachestore_pb2.InspectResponse, _abc.Awaitable[_cachestore_pb2.InspectResponse]]:
+        """One record, with the beginning of its bytes."""
 
 def add_CachestoreServicer_to_server(servicer: CachestoreServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

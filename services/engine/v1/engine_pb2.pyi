@@ -5,7 +5,8 @@ isort:skip_file
 The generation engine. Errors are gRPC status codes whose message names the field at fault.
 
 Limits: a message is at most 16 MiB (RESOURCE_EXHAUSTED beyond); a prompt and its reply fit
-the model's context (GetModel.context_tokens).
+the model's context (GetModel.context_tokens); 256 requests may run or wait at once
+(RESOURCE_EXHAUSTED beyond). While the engine stops, new requests fail with UNAVAILABLE.
 """
 
 from collections import abc as _abc
@@ -36,7 +37,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens are generated."""
 
-class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
+class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
+    """Why a reply ended."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
@@ -55,27 +57,38 @@ class _CacheMatchEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheMatch
     CACHE_MATCH_EXACT: _CacheMatch.ValueType  # 1
     """Kinds of match as cachestore.v1.MatchKind defines them."""
     CACHE_MATCH_SUPERSEQUENCE: _CacheMatch.ValueType  # 2
+    """The prompt ends inside a longer stored run."""
     CACHE_MATCH_PREFIX: _CacheMatch.ValueType  # 3
+    """The common part ends where a stored sequence ends."""
     CACHE_MATCH_LCP: _CacheMatch.ValueType  # 4
+    """At least one row was shared."""
     CACHE_MATCH_MISS: _CacheMatch.ValueType  # 5
+    """No row could be served."""
     CACHE_MATCH_UNAVAILABLE: _CacheMatch.ValueType  # 6
     """The cachestore was not asked or gave no usable answer."""
 
-class CacheMatch(_CacheMatch, metaclass=_CacheMatchEnumTypeWrapper): ...
+class CacheMatch(_CacheMatch, metaclass=_CacheMatchEnumTypeWrapper):
+    """What the cachestore found for the prompt."""
 
 CACHE_MATCH_UNSPECIFIED: CacheMatch.ValueType  # 0
 CACHE_MATCH_EXACT: CacheMatch.ValueType  # 1
 """Kinds of match as cachestore.v1.MatchKind defines them."""
 CACHE_MATCH_SUPERSEQUENCE: CacheMatch.ValueType  # 2
+"""The prompt ends inside a longer stored run."""
 CACHE_MATCH_PREFIX: CacheMatch.ValueType  # 3
+"""The common part ends where a stored sequence ends."""
 CACHE_MATCH_LCP: CacheMatch.ValueType  # 4
+"""At least one row was shared."""
 CACHE_MATCH_MISS: CacheMatch.ValueType  # 5
+"""No row could be served."""
 CACHE_MATCH_UNAVAILABLE: CacheMatch.ValueType  # 6
 """The cachestore was not asked or gave no usable answer."""
 Global___CacheMatch: _TypeAlias = CacheMatch  # noqa: Y015
 
 @_typing.final
 class ChatMessage(_message.Message):
+    """One message of a conversation."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int
@@ -83,6 +96,7 @@ class ChatMessage(_message.Message):
     role: _builtins.str
     """"system", "user", "assistant", or another role that the model's chat template knows."""
     content: _builtins.str
+    """Its text, UTF-8; may be empty."""
     def __init__(
         self,
         *,
@@ -99,6 +113,8 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
 class Chat(_message.Message):
+    """A conversation to be continued."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
@@ -121,6 +137,8 @@ Global___Chat: _TypeAlias = Chat  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
+    """A prompt that is encoded already."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     IDS_FIELD_NUMBER: _builtins.int
@@ -143,6 +161,8 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class Prompt(_message.Message):
+    """What to continue; exactly one of the three."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: _builtins.int
@@ -155,7 +175,9 @@ class Prompt(_message.Message):
         """Rendered with the model's chat template, with the generation prompt appended."""
 
     @_builtins.property
-    def token_ids(self) -> Global___TokenIds: ...
+    def token_ids(self) -> Global___TokenIds:
+        """Fed as they are."""
+
     def __init__(
         self,
         *,
@@ -175,13 +197,42 @@ Global___Prompt: _TypeAlias = Prompt  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
+    """How the next token is chosen."""
+
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
     MIN_P_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    REPETITION_CONTEXT_SIZE_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_CONTEXT_SIZE_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_CONTEXT_SIZE_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 (default): greedy. At most 100."""
     top_p: _builtins.float
@@ -194,6 +245,31 @@ class Sampling(_message.Message):
     """Unset: random. The same seed and prompt give the same reply whatever else runs, up to float
     noise of the batch shape.
     """
+    repetition_penalty: _builtins.float
+    """Penalties are those of mlx-lm's make_logits_processors, in this order: logit_bias, repetition,
+    presence, frequency. Each looks at the last tokens of prompt and reply together, cached or
+    computed: as many as its context size says, or all when there are fewer; 0 (default): 20, as
+    in mlx-lm.
+
+    Of a token that occurred, a positive logit is divided by it and a negative one multiplied.
+    0 (default) and 1: off; else 0.01 to 100.
+    """
+    repetition_context_size: _builtins.int
+    """Tokens that repetition_penalty looks back on; 0: 20; at most the context."""
+    presence_penalty: _builtins.float
+    """Subtracted from the logit of a token that occurred. 0: off; -100 to 100."""
+    presence_context_size: _builtins.int
+    """Tokens that presence_penalty looks back on; 0: 20; at most the context."""
+    frequency_penalty: _builtins.float
+    """Subtracted from a token's logit for each time that it occurred. 0: off; -100 to 100."""
+    frequency_context_size: _builtins.int
+    """Tokens that frequency_penalty looks back on; 0: 20; at most the context."""
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Added to the logits of these token ids, at most 1024, each below GetModel.vocabulary_tokens;
+        -100 (as good as never) to 100.
+        """
+
     def __init__(
         self,
         *,
@@ -202,10 +278,17 @@ class Sampling(_message.Message):
         top_k: _builtins.int = ...,
         min_p: _builtins.float = ...,
         seed: _builtins.int | None = ...,
+        repetition_penalty: _builtins.float = ...,
+        repetition_context_size: _builtins.int = ...,
+        presence_penalty: _builtins.float = ...,
+        presence_context_size: _builtins.int = ...,
+        frequency_penalty: _builtins.float = ...,
+        frequency_context_size: _builtins.int = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_top_p", b"_top_p", "seed", b"seed", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_top_p", b"_top_p", "min_p", b"min_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_top_p", b"_top_p", "frequency_context_size", b"frequency_context_size", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_context_size", b"presence_context_size", "presence_penalty", b"presence_penalty", "repetition_context_size", b"repetition_context_size", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
@@ -229,16 +312,25 @@ class GenerateRequest(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Empty, or the name that GetModel returns (NOT_FOUND otherwise)."""
     max_tokens: _builtins.int
     """Tokens to generate, at least 1. Unset: 512, or what the context leaves when that is less."""
     ignore_eos: _builtins.bool
     """Do not end at the model's own end-of-sequence tokens."""
+    logprobs: _builtins.int
+    """Send the log-probability of each token, and those of this many best ones, 0 to 20 (all of a
+    smaller vocabulary). Unset: none.
+    """
     @_builtins.property
-    def prompt(self) -> Global___Prompt: ...
+    def prompt(self) -> Global___Prompt:
+        """At least one token, and fewer than the context holds."""
+
     @_builtins.property
-    def sampling(self) -> Global___Sampling: ...
+    def sampling(self) -> Global___Sampling:
+        """Unset: greedy."""
+
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """At most 16, each 1 to 256 bytes. Generation ends where the text contains one; it is not sent."""
@@ -257,13 +349,19 @@ class GenerateRequest(_message.Message):
         stop: _abc.Iterable[_builtins.str] | None = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool = ...,
+        logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "model", b"model", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "model", b"model", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
@@ -275,7 +373,9 @@ class GenerateResponse(_message.Message):
     DELTA_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def delta(self) -> Global___Delta: ...
+    def delta(self) -> Global___Delta:
+        """New output."""
+
     @_builtins.property
     def done(self) -> Global___Done:
         """The last message of a stream that ends with OK."""
@@ -306,25 +406,93 @@ class Delta(_message.Message):
 
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
+    """New text, UTF-8; may be empty."""
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """New tokens."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """One for each of token_ids, in order, when GenerateRequest.logprobs is set."""
+
     def __init__(
         self,
         *,
         text: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Delta: _TypeAlias = Delta  # noqa: Y015
 
 @_typing.final
+class TokenLogprobs(_message.Message):
+    """Natural logarithms of probabilities over the whole vocabulary, after logit_bias and penalties
+    and before temperature, top_p, top_k and min_p, which only choose among them. mlx-lm's are the
+    same.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
+    logprob: _builtins.float
+    """Of the token that was chosen."""
+    @_builtins.property
+    def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___Alternative]:
+        """The best tokens, best first; the chosen one is among them only if it is one of the best."""
+
+    def __init__(
+        self,
+        *,
+        logprob: _builtins.float = ...,
+        top: _abc.Iterable[Global___Alternative] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "top", b"top"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
+
+@_typing.final
+class Alternative(_message.Message):
+    """A token that could have been chosen."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    """Below GetModel.vocabulary_tokens."""
+    logprob: _builtins.float
+    """Its log-probability, natural logarithm, at most 0."""
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        logprob: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Alternative: _TypeAlias = Alternative  # noqa: Y015
+
+@_typing.final
 class Usage(_message.Message):
+    """Tokens of one request."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
@@ -332,11 +500,13 @@ class Usage(_message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     MATCH_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
+    """Tokens of the prompt."""
     cached_tokens: _builtins.int
     """Prompt tokens whose rows came from the cachestore; they were not computed."""
     completion_tokens: _builtins.int
     """Tokens generated, a final stop token included."""
     match: Global___CacheMatch.ValueType
+    """What the cachestore found."""
     def __init__(
         self,
         *,
@@ -393,6 +563,8 @@ Global___Timing: _TypeAlias = Timing  # noqa: Y015
 
 @_typing.final
 class Done(_message.Message):
+    """How a reply ended."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     FINISH_REASON_FIELD_NUMBER: _builtins.int
@@ -400,12 +572,17 @@ class Done(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
+    """Why it ended."""
     stop: _builtins.str
     """The stop string that ended generation, if one did."""
     @_builtins.property
-    def usage(self) -> Global___Usage: ...
+    def usage(self) -> Global___Usage:
+        """Its tokens."""
+
     @_builtins.property
-    def timing(self) -> Global___Timing: ...
+    def timing(self) -> Global___Timing:
+        """Where its time went."""
+
     def __init__(
         self,
         *,
@@ -431,7 +608,9 @@ class WarmRequest(_message.Message):
     model: _builtins.str
     """As in GenerateRequest."""
     @_builtins.property
-    def prompt(self) -> Global___Prompt: ...
+    def prompt(self) -> Global___Prompt:
+        """As in GenerateRequest."""
+
     def __init__(
         self,
         *,
@@ -460,7 +639,9 @@ class WarmResponse(_message.Message):
         """completion_tokens is 0."""
 
     @_builtins.property
-    def timing(self) -> Global___Timing: ...
+    def timing(self) -> Global___Timing:
+        """decode_ms is the time until the rows were stored."""
+
     def __init__(
         self,
         *,
@@ -485,7 +666,9 @@ class TokenizeRequest(_message.Message):
     model: _builtins.str
     """As in GenerateRequest."""
     @_builtins.property
-    def prompt(self) -> Global___Prompt: ...
+    def prompt(self) -> Global___Prompt:
+        """As in GenerateRequest."""
+
     def __init__(
         self,
         *,
@@ -506,7 +689,9 @@ class TokenizeResponse(_message.Message):
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ids, in order."""
+
     def __init__(
         self,
         *,
@@ -557,6 +742,7 @@ class GetModelResponse(_message.Message):
     context_tokens: _builtins.int
     """Prompt and reply together."""
     vocabulary_tokens: _builtins.int
+    """Ids below this can be prompted and generated."""
     dtype: _builtins.str
     """Dtype of the weights as computed with, for instance "float32"."""
     backend: _builtins.str
@@ -634,29 +820,43 @@ class StatsResponse(_message.Message):
     MLX_ACTIVE_BYTES_FIELD_NUMBER: _builtins.int
     MLX_PEAK_BYTES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
+    """Version of the daemon, as its distribution is numbered."""
     pid: _builtins.int
+    """Its process id."""
     uptime_seconds: _builtins.float
+    """Seconds since it started."""
     queued: _builtins.int
     """Requests in each stage now."""
     prefilling: _builtins.int
+    """Requests whose prompt is being attached or computed now."""
     decoding: _builtins.int
+    """Requests that generate now."""
     finished: _builtins.int
     """Requests by outcome."""
     cancelled: _builtins.int
+    """Requests that their client ended, since start."""
     failed: _builtins.int
+    """Requests that ended with a status other than OK, since start."""
     prompt_tokens: _builtins.int
+    """Prompt tokens of all requests, since start."""
     cached_tokens: _builtins.int
+    """Prompt tokens whose rows came from the cachestore, since start."""
     prefilled_tokens: _builtins.int
     """Prompt tokens run through the model."""
     completion_tokens: _builtins.int
+    """Tokens generated, since start."""
     cachestore_connected: _builtins.bool
     """Whether the cachestore answers now."""
     writes_committed: _builtins.int
+    """Writes to the cachestore that were published, since start."""
     writes_dropped: _builtins.int
-    """Rows computed but not stored: cachestore away, refused, or too far behind."""
+    """Requests or writes whose rows were computed and not stored, since start: cachestore away,
+    refused, failed, or too far behind.
+    """
     mlx_active_bytes: _builtins.int
     """Bytes that MLX holds in arrays, and the most it ever held."""
     mlx_peak_bytes: _builtins.int
+    """The most bytes that MLX ever held in arrays."""
     def __init__(
         self,
         *,

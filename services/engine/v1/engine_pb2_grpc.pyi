@@ -5,7 +5,8 @@ isort:skip_file
 The generation engine. Errors are gRPC status codes whose message names the field at fault.
 
 Limits: a message is at most 16 MiB (RESOURCE_EXHAUSTED beyond); a prompt and its reply fit
-the model's context (GetModel.context_tokens).
+the model's context (GetModel.context_tokens); 256 requests may run or wait at once
+(RESOURCE_EXHAUSTED beyond). While the engine stops, new requests fail with UNAVAILABLE.
 """
 
 from collections import abc as _abc
