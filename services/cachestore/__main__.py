@@ -1,0 +1,5 @@
+import sys
+
+from cachestore.cli import main
+
+sys.exit(main())

@@ -1,0 +1,107 @@
+"""Rows that somebody is computing and will commit: others can wait for them."""
+
+from dataclasses import dataclass
+
+from cachestore.config import TOKEN_BYTES
+from cachestore.tree import shared_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Announcement:
+    """`rows_done` of the announced rows have been committed, whoever wrote them.
+
+    It never falls: rows that were evicted again will not come a second time.
+    """
+
+    session: int
+    namespace: bytes
+    tokens: bytes
+    rows_done: int
+
+
+class Announcements:
+    """What is announced now. Each announcement lives with a lease, and ends with it.
+
+        tokens announced   ├──────── rows_done ────────┼─────── to come ──────────┤
+        somebody's tokens  ├── held ──┼─ evicted again ┼─ worth waiting ─┤ others
+
+    What is held of both is among rows_done: it was when the announcement began, or was
+    committed since. Only differences of at least `rows_min` rows count: for fewer nobody waits.
+    Waiting cannot go round in a circle: a lookup that waits has announced nothing yet and holds
+    no lease, so what others wait for never waits itself.
+    """
+
+    def __init__(self, rows_min: int, tokens_max_per_session: int) -> None:
+        self._rows_min = rows_min
+        self._tokens_max = tokens_max_per_session
+        self._of_namespace: dict[bytes, dict[Announcement, None]] = {}
+        self._tokens_of_session: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._of_namespace.values()))
+
+    def open(
+        self, session: int, namespace: bytes, tokens: bytes, rows_held: int
+    ) -> Announcement | None:
+        """None when nobody could wait for it, or when the session has announced too much."""
+        count = len(tokens) // TOKEN_BYTES
+        total = self._tokens_of_session.get(session, 0) + count
+        if count - rows_held < self._rows_min or total > self._tokens_max:
+            return None
+        announcement = Announcement(session, namespace, tokens, rows_held)
+        self._of_namespace.setdefault(namespace, {})[announcement] = None
+        self._tokens_of_session[session] = total
+        return announcement
+
+    def close(self, announcement: Announcement) -> None:
+        others = self._of_namespace[announcement.namespace]
+        del others[announcement]
+        if not others:
+            del self._of_namespace[announcement.namespace]
+        session = announcement.session
+        self._tokens_of_session[session] -= len(announcement.tokens) // TOKEN_BYTES
+        if self._tokens_of_session[session] == 0:
+            del self._tokens_of_session[session]
+
+    def commit(self, namespace: bytes, tokens: bytes) -> bool:
+        """Note that all rows of `tokens` are held now; whether that was news to anybody."""
+        news = False
+        for announcement in self._of_namespace.get(namespace, ()):
+            shared = _shared(tokens, announcement.tokens)
+            if shared > announcement.rows_done:
+                announcement.rows_done = shared
+                news = True
+        return news
+
+    def rows_to_come(self, namespace: bytes, tokens: bytes) -> int:
+        """Rows of `tokens` that somebody has announced and that are to come; 0 if that is few.
+
+        Costs one comparison of tokens for each announcement of the namespace.
+        """
+        to_come = 0
+        for announcement in self._of_namespace.get(namespace, ()):
+            shared = _shared(tokens, announcement.tokens)
+            to_come = max(to_come, shared - announcement.rows_done)
+        return to_come if to_come >= self._rows_min else 0
+
+    def check(self, of_leases: list[Announcement]) -> None:
+        """Verify every invariant, given the announcements of all leases."""
+        held = [one for others in self._of_namespace.values() for one in others]
+        assert set(held) == set(of_leases)
+        assert len(held) == len(of_leases)
+        assert all(self._of_namespace.values())
+        tokens: dict[int, int] = {}
+        for namespace, others in self._of_namespace.items():
+            for one in others:
+                count = len(one.tokens) // TOKEN_BYTES
+                assert one.namespace == namespace
+                assert 0 <= one.rows_done <= count
+                tokens[one.session] = tokens.get(one.session, 0) + count
+        assert tokens == self._tokens_of_session
+        assert max(tokens.values(), default=0) <= self._tokens_max
+
+
+def _shared(tokens: bytes, announced: bytes) -> int:
+    if tokens.startswith(announced) or announced.startswith(tokens):
+        return min(len(tokens), len(announced)) // TOKEN_BYTES
+    return shared_tokens(tokens, 0, announced)

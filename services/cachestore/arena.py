@@ -1,0 +1,246 @@
+"""Which bytes of the slabs belong to what. The memory itself is not touched here."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from sortedcontainers import SortedList
+
+from cachestore.config import EXTENT_UNIT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A piece of a slab; `offset` and `length` are multiples of 256 bytes.
+
+    `generation` counts allocations of the whole arena, so that the same bytes, allocated again,
+    are another extent.
+    """
+
+    slab_id: int
+    offset: int
+    length: int
+    generation: int
+
+
+class State(Enum):
+    RESERVED = "reserved"
+    USED = "used"
+    QUARANTINED = "quarantined"
+
+
+_FOLLOWERS = {
+    State.RESERVED: {State.USED, State.QUARANTINED},
+    State.USED: set[State](),
+    State.QUARANTINED: set[State](),
+}
+
+
+class _Hole(NamedTuple):
+    """Free bytes, as large as they can be. Ordered for best fit: by length, then by address.
+
+    A tuple because comparisons are most of what the arena does.
+    """
+
+    length: int
+    slab_id: int = -1
+    offset: int = -1
+
+
+@dataclass(slots=True)
+class _Slab:
+    """One slab's free bytes, found from either end. Nothing is held when bytes_free == bytes."""
+
+    bytes: int
+    bytes_free: int = 0
+    hole_at: dict[int, _Hole] = field(default_factory=dict)
+    hole_until: dict[int, _Hole] = field(default_factory=dict)
+
+
+def aligned(length: int) -> int:
+    return -(-length // EXTENT_UNIT_BYTES) * EXTENT_UNIT_BYTES
+
+
+class Arena:
+    """Slabs, tiled without gaps by extents and holes.
+
+                     allocate            turn
+        hole  ─────────────────▶ RESERVED ────▶ USED
+         ▲                          │  │          │
+         │         free             │  └──────▶ QUARANTINED
+         └──────────────────────────┴─────────────┴───┘
+
+    A slab that is one hole can be retired: nothing is allocated in it any more, but it counts
+    until it is removed.
+
+    No two holes touch. Extents are handed out by best fit, from the low end of the hole. Slab ids
+    and generations are never used twice. Freeing an extent twice, or one of another arena, is a
+    programmer's error. Every operation is O(log extents).
+    """
+
+    def __init__(self) -> None:
+        self._retiring: dict[int, int] = {}  # bytes by slab id
+        self._slabs: dict[int, _Slab] = {}
+        self._holes: SortedList[_Hole] = SortedList()
+        self._held: dict[State, set[Extent]] = {state: set() for state in State}
+        self._bytes: dict[State, int] = dict.fromkeys(State, 0)
+        self._last_slab_id = 0
+        self._last_generation = 0
+        self.bytes_slabs = 0
+
+    @property
+    def slabs(self) -> int:
+        return len(self._slabs) + len(self._retiring)
+
+    @property
+    def bytes_free(self) -> int:
+        return self.bytes_slabs - sum(self._bytes.values()) - self.bytes_retiring
+
+    @property
+    def bytes_retiring(self) -> int:
+        return sum(self._retiring.values())
+
+    @property
+    def empty_slabs(self) -> list[int]:
+        """Slabs in which nothing lies, retiring ones aside, the oldest first."""
+        return [slab_id for slab_id, slab in self._slabs.items() if slab.bytes_free == slab.bytes]
+
+    def bytes_in(self, state: State) -> int:
+        return self._bytes[state]
+
+    def held(self, state: State) -> set[Extent]:
+        return self._held[state].copy()
+
+    def add_slab(self, size_bytes: int) -> int:
+        assert size_bytes > 0
+        assert size_bytes % EXTENT_UNIT_BYTES == 0
+        self._last_slab_id += 1
+        self._slabs[self._last_slab_id] = _Slab(size_bytes)
+        self.bytes_slabs += size_bytes
+        self._add_hole(_Hole(size_bytes, self._last_slab_id, 0))
+        return self._last_slab_id
+
+    def retire_slab(self, slab_id: int) -> None:
+        slab = self._slabs[slab_id]
+        assert slab.bytes_free == slab.bytes
+        self._remove_hole(slab.hole_at[0])
+        del self._slabs[slab_id]
+        self._retiring[slab_id] = slab.bytes
+
+    def remove_slab(self, slab_id: int) -> None:
+        """The memory of a retired slab is given back."""
+        self.bytes_slabs -= self._retiring.pop(slab_id)
+
+    def allocate(self, length: int) -> Extent | None:
+        """A reserved extent, or None when no hole is large enough."""
+        assert length > 0
+        assert length % EXTENT_UNIT_BYTES == 0
+        index = self._holes.bisect_left(_Hole(length))
+        if index == len(self._holes):
+            return None
+        hole: _Hole = self._holes[index]
+        self._remove_hole(hole)
+        if hole.length > length:
+            self._add_hole(_Hole(hole.length - length, hole.slab_id, hole.offset + length))
+        self._last_generation += 1
+        extent = Extent(hole.slab_id, hole.offset, length, self._last_generation)
+        self._held[State.RESERVED].add(extent)
+        self._bytes[State.RESERVED] += length
+        return extent
+
+    def turn(self, extent: Extent, state: State) -> None:
+        before = self._state(extent)
+        assert state in _FOLLOWERS[before]
+        self._take(extent, before)
+        self._held[state].add(extent)
+        self._bytes[state] += extent.length
+
+    def free(self, extent: Extent) -> None:
+        self._take(extent, self._state(extent))
+        slab = self._slabs[extent.slab_id]
+        start, end = extent.offset, extent.offset + extent.length
+        if (below := slab.hole_until.get(start)) is not None:
+            self._remove_hole(below)
+            start = below.offset
+        if (above := slab.hole_at.get(end)) is not None:
+            self._remove_hole(above)
+            end += above.length
+        self._add_hole(_Hole(end - start, extent.slab_id, start))
+
+    def could_hold(self, lengths: Sequence[int], staying: Iterable[Extent]) -> bool:
+        """Whether extents of these lengths fit when of the used ones only `staying` remain.
+
+        All lengths but the last are equal, and the last is not longer. Costs O(b log b) for b
+        extents that remain.
+        """
+        whole, last, count = lengths[0], lengths[-1], len(lengths)
+        assert last <= whole
+        remaining = self._held[State.RESERVED] | self._held[State.QUARANTINED]
+        gaps = list(self._gaps(remaining.union(staying)))
+        fitting = sum(gap // whole for gap in gaps)
+        return fitting >= count or (
+            fitting == count - 1 and any(gap % whole >= last for gap in gaps)
+        )
+
+    def check(self) -> None:
+        """Verify every invariant, in time proportional to all extents."""
+        tiles = sorted(
+            [(e.slab_id, e.offset, e.length) for held in self._held.values() for e in held]
+            + [(h.slab_id, h.offset, h.length) for h in self._holes]
+        )
+        ends = dict.fromkeys(self._slabs, 0)
+        for slab_id, offset, length in tiles:
+            assert ends[slab_id] == offset, "extents overlap or leave a gap"
+            assert length > 0
+            assert length % EXTENT_UNIT_BYTES == 0
+            ends[slab_id] += length
+        assert ends == {slab_id: slab.bytes for slab_id, slab in self._slabs.items()}
+        assert not self._slabs.keys() & self._retiring.keys()
+        assert self.bytes_slabs == sum(ends.values()) + self.bytes_retiring
+        for state, held in self._held.items():
+            assert self._bytes[state] == sum(extent.length for extent in held)
+        generations = [extent.generation for held in self._held.values() for extent in held]
+        assert len(generations) == len(set(generations))
+        assert max(generations, default=0) <= self._last_generation
+        for slab_id, slab in self._slabs.items():
+            self._check_holes(slab_id, slab)
+
+    def _check_holes(self, slab_id: int, slab: _Slab) -> None:
+        holes = [hole for hole in self._holes if hole.slab_id == slab_id]
+        assert slab.bytes_free == sum(hole.length for hole in holes)
+        assert slab.hole_at == {hole.offset: hole for hole in holes}
+        assert slab.hole_until == {hole.offset + hole.length: hole for hole in holes}
+        assert not slab.hole_at.keys() & slab.hole_until.keys(), "two holes touch"
+
+    def _gaps(self, extents: Iterable[Extent]) -> Iterator[int]:
+        ends = dict.fromkeys(self._slabs, 0)
+        for extent in sorted(extents, key=lambda extent: (extent.slab_id, extent.offset)):
+            yield extent.offset - ends[extent.slab_id]
+            ends[extent.slab_id] = extent.offset + extent.length
+        for slab_id, end in ends.items():
+            yield self._slabs[slab_id].bytes - end
+
+    def _state(self, extent: Extent) -> State:
+        for state, held in self._held.items():
+            if extent in held:
+                return state
+        raise AssertionError(f"{extent} is not allocated here: freed twice, or foreign")
+
+    def _take(self, extent: Extent, state: State) -> None:
+        self._held[state].remove(extent)
+        self._bytes[state] -= extent.length
+
+    def _add_hole(self, hole: _Hole) -> None:
+        slab = self._slabs[hole.slab_id]
+        slab.hole_at[hole.offset] = hole
+        slab.hole_until[hole.offset + hole.length] = hole
+        slab.bytes_free += hole.length
+        self._holes.add(hole)
+
+    def _remove_hole(self, hole: _Hole) -> None:
+        slab = self._slabs[hole.slab_id]
+        del slab.hole_at[hole.offset]
+        del slab.hole_until[hole.offset + hole.length]
+        slab.bytes_free -= hole.length
+        self._holes.remove(hole)

@@ -1,0 +1,79 @@
+"""`cachestore serve`: flags in, exit code out."""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cachestore import endpoint, shm
+from cachestore.budget import default_budget_bytes, parse_budget, physical_memory_bytes
+from cachestore.config import BUDGET_BYTES_MIN, StoreConfig
+from cachestore.flags import Parser, cachestore_socket, seconds
+from cachestore.server import ServerConfig, run
+
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    flags = parser.parse_args(arguments)
+    logging.basicConfig(
+        level=flags.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        config = _config(flags)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        run(config)
+    except endpoint.Held as error:
+        print(f"error: {error}", file=sys.stderr)
+        return endpoint.EXIT_HELD
+    except endpoint.EndpointError as error:
+        parser.error(str(error))
+    return 0
+
+
+def _config(flags: argparse.Namespace) -> ServerConfig:
+    """Raises ValueError when a flag or an environment variable cannot be used."""
+    path = cachestore_socket(flags.socket)
+    shm.way_chosen()  # better refused now than at the first slab
+    return ServerConfig(path, StoreConfig(budget_bytes=flags.budget), flags.idle_exit)
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="cachestore", description="The prefix cache daemon.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
+    serve = commands.add_parser("serve", help="run the daemon in the foreground")
+    serve.add_argument(
+        "--socket",
+        type=Path,
+        metavar="PATH",
+        help="gRPC socket; the session socket is PATH.fd (default: in the runtime directory)",
+    )
+    serve.add_argument(
+        "--budget",
+        type=_budget,
+        metavar="BYTES",
+        default=default_budget_bytes(physical_memory_bytes()),
+        help=f"shared memory to hold at most, like 8GiB (default: an eighth of the machine's "
+        f"memory; at least {BUDGET_BYTES_MIN >> 20}MiB)",
+    )
+    serve.add_argument(
+        "--idle-exit",
+        type=seconds,
+        metavar="SECONDS",
+        help="end after that long without an engine (default: never)",
+    )
+    serve.add_argument("--log-level", choices=_LEVELS, default="info", help="default: info")
+    return parser
+
+
+def _budget(text: str) -> int:
+    try:
+        return parse_budget(text, physical_memory_bytes())
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -1,0 +1,352 @@
+"""The cachestore as the engine and the admin tool see it. Synchronous; any thread may call.
+
+Everything that comes back has been checked: an answer that contradicts itself is as good as
+none, for the caller would otherwise read or overwrite somebody else's bytes.
+"""
+
+import contextlib
+import mmap
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Self, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cachestore import endpoint, handover, reply
+from cachestore.config import ENTRIES_PER_CALL_MAX
+from cachestore.frame import SESSION_METADATA
+from cachestore.launch import LaunchError, spawn
+from cachestore.reply import Lease, MatchKind, Piece, Reservation, Span
+from cachestore.v1 import cachestore_pb2 as pb
+from cachestore.v1 import cachestore_pb2_grpc
+
+__all__ = [
+    "Client",
+    "LaunchError",
+    "Lease",
+    "MatchKind",
+    "Piece",
+    "Reservation",
+    "Span",
+    "StoreRefused",
+    "StoreUnavailable",
+    "spawn",
+]
+
+MESSAGE_BYTES_MAX = 8 << 20
+_CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", -1),  # the daemon has the say
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    # Otherwise a new client inherits the back-off of one whose daemon died.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+)
+_REFUSALS = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+)
+
+_Request = TypeVar("_Request", bound=Message)
+_Reply = TypeVar("_Reply", bound=Message)
+_Checked = TypeVar("_Checked")
+
+
+class StoreUnavailable(Exception):
+    """No connection, session lost, deadline passed, or a reply that makes no sense.
+
+    For a reader a miss, for a writer a dropped write. What the daemon may still hold for the
+    call (a reply can be lost after it was made) ends with its deadline or with the session.
+    """
+
+
+class StoreRefused(Exception):
+    """The daemon understood and said no."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(f"{code.name}: {message}")
+        self.code = code
+        self.message = message
+
+
+class Client:
+    """One session with a cachestore, from `connect` to `close`.
+
+    Once `alive` is False it stays so, and the caller closes it and connects anew. Views of slabs
+    stay valid memory whatever happens to the daemon or the client; a slab is unmapped when the
+    client is closed, or the daemon has retired it, and its last view is gone. Before `close`
+    the caller joins its threads that copy from or to views: the daemon takes the end of the
+    session as the word that nobody writes any more.
+    """
+
+    def __init__(
+        self, session: handover.Session, channel: grpc.Channel, timeout_seconds: float
+    ) -> None:
+        self._session = session
+        self._channel = channel
+        self._stub = cachestore_pb2_grpc.CachestoreStub(channel)
+        self._health = health_pb2_grpc.HealthStub(channel)
+        self._metadata = ((SESSION_METADATA, session.token),)
+        self._timeout_seconds = timeout_seconds
+        self._slabs: dict[int, mmap.mmap] = {}
+        self._slabs_lock = threading.Lock()
+        self._unmapped: deque[int] = deque()
+        self._closed = False
+        self._in_doubt = False
+
+    @classmethod
+    def connect(
+        cls, socket_path: str | Path, *, role: str = "engine", timeout_seconds: float = 2.0
+    ) -> Self:
+        """Opens a session. `role` is "engine" or "admin"; the latter is not counted in stats.
+
+        Raises StoreUnavailable. The timeout holds for each call of the client.
+        """
+        path = Path(socket_path)
+        try:
+            session = handover.Session(endpoint.session_path(path), role, timeout_seconds)
+        except handover.HandoverError as error:
+            raise StoreUnavailable(f"{path}: {error}") from error
+        channel = grpc.insecure_channel(endpoint.grpc_target(path), _CHANNEL_OPTIONS)
+        return cls(session, channel, timeout_seconds)
+
+    def close(self) -> None:
+        """Ends the session. Views that are still held keep their slabs mapped."""
+        self._closed = True
+        self._session.close()
+        with self._slabs_lock:
+            self._slabs = {}
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def alive(self) -> bool:
+        """False once the daemon has ended the session, or a write is in doubt. Does not wait."""
+        return not self._in_doubt and self._session.alive
+
+    @property
+    def daemon_pid(self) -> int:
+        return self._session.pid
+
+    @property
+    def slab_bytes_mapped(self) -> int:
+        return sum(len(slab) for slab in tuple(self._slabs.values()))
+
+    def lookup(
+        self,
+        namespace: bytes,
+        tokens: bytes,
+        limit: int,
+        announce: bool = False,
+        wait_seconds: float = 0.0,
+    ) -> Lease:
+        """Longest prefix of `tokens` (packed uint32, little-endian) held, at most `limit` rows.
+
+        With `announce` the caller promises to commit the rows that are missing, and has a lease
+        also for a miss; the promise ends with it. With `wait_seconds` the answer may come that
+        much later, when somebody else has promised rows of these tokens.
+        """
+        request = pb.LookupRequest(
+            namespace=namespace,
+            tokens=tokens,
+            limit=limit,
+            announce=announce,
+            wait_seconds=wait_seconds,
+        )
+        answer = self._call(self._stub.Lookup, request, self._timeout_seconds + wait_seconds)
+        self._retire(answer.retired_slab_ids)
+        return _checked(lambda: reply.lease(answer, limit))
+
+    def renew(self, ids: Sequence[int]) -> list[bool]:
+        """Extends leases; says of each whether it was valid all the while.
+
+        Like a lookup, it also unmaps slabs that the daemon wants to give back, once no view of
+        them is left: a client that does neither for long should call it without ids.
+        """
+        answer = self._call(self._stub.Renew, pb.RenewRequest(lease_ids=ids))
+        self._retire(answer.retired_slab_ids)
+        if len(answer.valid) != len(ids):
+            raise StoreUnavailable(f"{len(answer.valid)} answers for {len(ids)} leases")
+        return list(answer.valid)
+
+    def release(self, ids: Sequence[int]) -> None:
+        self._call(self._stub.Release, pb.ReleaseRequest(lease_ids=ids))
+
+    def reserve(
+        self,
+        namespace: bytes,
+        tokens: bytes,
+        first_row: int,
+        record_overhead_bytes: int,
+        row_bytes: int,
+        label: str,
+    ) -> Reservation:
+        """Room for the rows of `tokens` that the store lacks, of which the caller can write
+        those from `first_row` on. Each row takes `row_bytes`, each record the overhead too."""
+        request = pb.ReserveRequest(
+            namespace=namespace,
+            tokens=tokens,
+            first_row=first_row,
+            record_overhead_bytes=record_overhead_bytes,
+            row_bytes=row_bytes,
+            label=label,
+        )
+        with self._ending_on_loss():
+            answer = self._call(self._stub.Reserve, request)
+            return _checked(lambda: reply.reservation(answer, request))
+
+    def commit(self, reservation_id: int, record_bytes: Sequence[int]) -> int:
+        """Publishes what was written; `record_bytes` has one entry per piece. Rows inserted."""
+        request = pb.CommitRequest(reservation_id=reservation_id, record_bytes=record_bytes)
+        with self._ending_on_loss():
+            return self._call(self._stub.Commit, request).rows_inserted
+
+    def abort(self, reservation_id: int) -> None:
+        """Drops a staged write. No thread of the caller may write to its pieces any more."""
+        with self._ending_on_loss():
+            self._call(self._stub.Abort, pb.AbortRequest(reservation_id=reservation_id))
+
+    def stats(self) -> pb.StatsResponse:
+        return self._call(self._stub.Stats, pb.StatsRequest())
+
+    def namespaces(self) -> list[pb.NamespaceStats]:
+        return list(self._call(self._stub.ListNamespaces, pb.ListNamespacesRequest()).namespaces)
+
+    def entries(self, namespace: bytes = b"") -> Iterator[pb.Entry]:
+        """Records of one namespace, or of all, in the order of their ids; a page for each call."""
+        request = pb.ListEntriesRequest(namespace=namespace, limit=ENTRIES_PER_CALL_MAX)
+        while True:
+            page = self._call(self._stub.ListEntries, request).entries
+            yield from page
+            if len(page) < request.limit:
+                return
+            request.after_record_id = page[-1].span.record_id
+
+    def evict(self, *, namespace: bytes = b"", record_id: int = 0) -> pb.EvictResponse:
+        """Drops a namespace, a record with all behind it, or everything; but not what is in use."""
+        if namespace:
+            request = pb.EvictRequest(namespace=namespace)
+        elif record_id:
+            request = pb.EvictRequest(record_id=record_id)
+        else:
+            request = pb.EvictRequest(everything=True)
+        return self._call(self._stub.Evict, request)
+
+    def pin(self, record_id: int) -> pb.PinResponse:
+        return self._call(self._stub.Pin, pb.PinRequest(record_id=record_id))
+
+    def unpin(self, record_id: int) -> None:
+        self._call(self._stub.Unpin, pb.UnpinRequest(record_id=record_id))
+
+    def inspect(self, record_id: int) -> pb.InspectResponse:
+        return self._call(self._stub.Inspect, pb.InspectRequest(record_id=record_id))
+
+    def verify(self) -> Iterator[pb.VerifyResponse]:
+        """Takes as long as it takes: the timeout does not hold."""
+        try:
+            yield from self._stub.Verify(pb.VerifyRequest(), metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise _failure(error) from error
+
+    def health(self) -> bool:
+        """Whether the daemon says that it serves."""
+        try:
+            answer = self._call(self._health.Check, health_pb2.HealthCheckRequest())
+        except (StoreUnavailable, StoreRefused):
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def record(self, span: Span) -> memoryview:
+        """The bytes of the span's record, read-only. Valid as data while its lease is."""
+        return self._view(span, span.record_bytes).toreadonly()
+
+    def extent(self, piece: Piece) -> memoryview:
+        """Where the piece's record is to be written, all of its extent."""
+        return self._view(piece, piece.length)
+
+    @contextlib.contextmanager
+    def _ending_on_loss(self) -> Iterator[None]:
+        """After a lost answer the daemon may hold a reservation that nobody can name. It would
+        lapse, but its extents stay set aside as long as the session lives: that must end."""
+        try:
+            yield
+        except StoreUnavailable:
+            self._in_doubt = True
+            raise
+
+    def _view(self, where: Span | Piece, length: int) -> memoryview:
+        slab = self._slab(where.slab_id)
+        if where.offset + where.length > len(slab):
+            raise StoreUnavailable(
+                f"[{where.offset}, +{where.length}) is outside of slab {where.slab_id}"
+            )
+        return memoryview(slab)[where.offset : where.offset + length]
+
+    def _slab(self, slab_id: int) -> mmap.mmap:
+        with self._slabs_lock:
+            if self._closed:
+                raise StoreUnavailable("the client is closed")
+            slab = self._slabs.get(slab_id)
+            if slab is None:
+                try:
+                    slab = self._session.fetch(slab_id)
+                except handover.HandoverError as error:
+                    raise StoreUnavailable(f"slab {slab_id}: {error}") from error
+                self._slabs[slab_id] = slab
+                # Appending is all that may happen in a finalizer, which runs anywhere.
+                weakref.finalize(slab, self._unmapped.append, slab_id).atexit = False
+            return slab
+
+    def _retire(self, slab_ids: Sequence[int]) -> None:
+        """Lets go of slabs, and tells the daemon of those whose last view is gone."""
+        if slab_ids:
+            with self._slabs_lock:
+                for slab_id in slab_ids:
+                    self._slabs.pop(slab_id, None)
+        while self._unmapped:
+            try:
+                self._session.say_unmapped(self._unmapped.popleft())
+            except (IndexError, handover.HandoverError):
+                return  # another thread has just told, or there is nobody to be told
+
+    def _call(
+        self,
+        method: "grpc.UnaryUnaryMultiCallable[_Request, _Reply]",
+        request: _Request,
+        timeout_seconds: float | None = None,
+    ) -> _Reply:
+        if self._closed:
+            raise StoreUnavailable("the client is closed")
+        timeout = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        try:
+            return method(request, timeout=timeout, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise _failure(error) from error
+        except ValueError as error:
+            # gRPC's way to say that another thread has closed the channel just now.
+            raise StoreUnavailable(str(error)) from error
+
+
+def _failure(error: grpc.RpcError) -> StoreRefused | StoreUnavailable:
+    assert isinstance(error, grpc.Call)
+    if error.code() in _REFUSALS:
+        return StoreRefused(error.code(), error.details() or "")
+    return StoreUnavailable(f"{error.code().name}: {error.details()}")
+
+
+def _checked(check: Callable[[], _Checked]) -> _Checked:
+    try:
+        return check()
+    except reply.Contradiction as error:
+        raise StoreUnavailable(f"the daemon answers nonsense: {error}") from error

@@ -1,0 +1,173 @@
+"""Where the daemons of one user meet: the runtime directory, socket paths, and their lock.
+
+gRPC binds over the socket of a live server without a word, and the old server then removes the
+new one's file when it stops. So a daemon takes the lock of its path before any bind and holds
+it for life; whoever holds it may remove what a dead predecessor left.
+"""
+
+import fcntl
+import os
+import stat
+import sys
+from pathlib import Path
+from urllib.parse import quote
+
+# sun_path holds 104 bytes on macOS and 108 on Linux, with the final NUL. One limit everywhere:
+# what works on the machine it was written on works on the other.
+SOCKET_BYTES_MAX = 103
+SESSION_SUFFIX = ".fd"
+# Exit code of a daemon whose path is held by another one; a starter that lost the race to
+# start it tells this from a failure.
+EXIT_HELD = 3
+
+
+class EndpointError(ValueError):
+    """A path that cannot be used; the message says which and why, in one line."""
+
+
+class Held(EndpointError):
+    """Another live process holds the path."""
+
+
+def runtime_dir() -> Path:
+    """The user's private directory for sockets, created when absent.
+
+    Raises EndpointError unless it is a real directory of ours that nobody else can enter.
+    """
+    path = _runtime_path()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        raise EndpointError(f"runtime directory {path}: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise EndpointError(f"runtime directory {path}: not a directory")
+    if found.st_uid != os.geteuid():
+        raise EndpointError(f"runtime directory {path}: belongs to uid {found.st_uid}, not to us")
+    if found.st_mode & 0o077:
+        raise EndpointError(
+            f"runtime directory {path}: open to others (mode {found.st_mode & 0o777:o}), "
+            f"must be 700"
+        )
+    return path
+
+
+def _runtime_path() -> Path:
+    chosen = os.environ.get("MLX_CACHESTORE_RUNTIME_DIR")
+    if chosen:
+        return Path(os.path.abspath(chosen))
+    # Not platformdirs: on macOS it names a place that the system purges.
+    if sys.platform == "darwin":
+        return Path.home() / ".mlx-cachestore" / "run"
+    session = os.environ.get("XDG_RUNTIME_DIR")
+    if session:
+        return Path(session) / "mlx-cachestore"
+    return Path(f"/tmp/mlx-cachestore-{os.geteuid()}")
+
+
+def cachestore_socket() -> Path:
+    """The default path of the cachestore; makes the runtime directory."""
+    return runtime_dir() / "cachestore.sock"
+
+
+def engine_socket() -> Path:
+    """The default path of the engine; makes the runtime directory."""
+    return runtime_dir() / "engine.sock"
+
+
+def socket_path(text: str | Path, *, flag: str, suffix: str = "") -> Path:
+    """The absolute path for a socket given by the user.
+
+    `suffix` is the longest ending that will be added to it. Raises EndpointError naming `flag`
+    when the path is empty or too long.
+    """
+    if not str(text) or "\0" in str(text):
+        raise EndpointError(f"{flag}: not a path: {str(text)!r}")
+    path = Path(os.path.abspath(text))
+    length = len(os.fsencode(path)) + len(os.fsencode(suffix))
+    if length > SOCKET_BYTES_MAX:
+        what = f" (with {suffix})" if suffix else ""
+        raise EndpointError(
+            f"{flag}: the socket path has {length} bytes{what}, at most {SOCKET_BYTES_MAX} "
+            f"are possible: {path}"
+        )
+    return path
+
+
+def session_path(path: Path) -> Path:
+    """The session socket that lies next to the gRPC socket `path`."""
+    return path.with_name(path.name + SESSION_SUFFIX)
+
+
+def grpc_target(path: Path) -> str:
+    """gRPC percent-decodes what follows `unix:`, and cuts it at `#` and `?`."""
+    return "unix:" + quote(os.fsencode(path))
+
+
+def check_directory(path: Path, *, flag: str) -> None:
+    """Raises EndpointError unless nobody else can replace a socket in the directory of `path`."""
+    parent = path.parent
+    try:
+        found = parent.stat()
+    except OSError as error:
+        raise EndpointError(f"{flag}: directory {parent}: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise EndpointError(f"{flag}: {parent} is not a directory")
+    if found.st_uid not in (os.geteuid(), 0):
+        raise EndpointError(f"{flag}: directory {parent} belongs to uid {found.st_uid}, not to us")
+    if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
+        raise EndpointError(
+            f"{flag}: others can write to directory {parent} (mode {found.st_mode & 0o777:o})"
+        )
+
+
+class Lock:
+    """Exclusive use of a socket path, from construction until `release` or the process's end.
+
+    The file `<path>.lock` names the holder's pid. Raises Held when another process has it, and
+    EndpointError when it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.with_name(path.name + ".lock")
+        self._fd = self._acquire()
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def _acquire(self) -> int:
+        while True:
+            try:
+                fd = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            except OSError as error:
+                raise EndpointError(f"lock {self._file}: {error.strerror}") from error
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+                os.close(fd)
+                raise Held(f"{self.path} is in use by process {holder}") from None
+            # A holder removes the file as it leaves: what was locked may be no longer there.
+            if self._still_named(fd):
+                return fd
+            os.close(fd)
+
+    def _still_named(self, fd: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(fd), self._file.lstat())
+        except FileNotFoundError:
+            return False
+
+    def remove_socket(self, path: Path) -> None:
+        """Removes a socket that a predecessor left; anything else there is an error."""
+        try:
+            if not stat.S_ISSOCK(path.lstat().st_mode):
+                raise EndpointError(f"{path}: exists and is not a socket")
+            path.unlink()
+        except FileNotFoundError:
+            pass
+
+    def release(self) -> None:
+        """Removes the lock file, then lets go of it."""
+        self._file.unlink(missing_ok=True)
+        os.close(self._fd)

@@ -1,0 +1,42 @@
+"""What the store holds, as messages of the proto."""
+
+from dataclasses import asdict
+
+from cachestore.catalog import Entry
+from cachestore.store import Extent, Span
+from cachestore.v1 import cachestore_pb2 as pb
+from cachestore.verify import Progress
+
+
+def extent(held: Extent) -> pb.Extent:
+    return pb.Extent(
+        slab_id=held.slab_id, offset=held.offset, length=held.length, generation=held.generation
+    )
+
+
+def span(held: Span) -> pb.Span:
+    return pb.Span(
+        record_id=held.record_id,
+        extent=extent(held.extent),
+        record_bytes=held.record_bytes,
+        first_row=held.first_row,
+        rows=held.rows,
+    )
+
+
+def entry(held: Entry) -> pb.Entry:
+    return pb.Entry(
+        namespace=held.namespace,
+        span=span(held.span),
+        parent_record_id=held.parent_id,
+        first_token=held.first_token,
+        sequences=held.sequences,
+        hits=held.hits,
+        age_seconds=held.age_seconds,
+        claims=held.claims,
+        pinned=held.pinned,
+    )
+
+
+def progress(made: Progress) -> pb.VerifyResponse:
+    return pb.VerifyResponse(**asdict(made))

@@ -1,0 +1,306 @@
+"""The bytes of one record: rows of a token sequence for every layer of a model.
+
+A record is one msgpack stream, so that any msgpack reader can open a dump of it:
+
+    header map | nil nil ... bin(array 0) | nil ... bin(array 1) | ...
+               ^ pads                ^ a multiple of 64 bytes from the start of the record
+
+Every byte but those inside the arrays follows from the schema and the number of rows, and the
+reader insists on them: a record is valid only if it is what `write_header` would have written.
+So nothing that a header claims about sizes and places has to be believed. See
+docs/record-format.md.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+FORMAT: Final = "mlx-cachestore record"
+VERSION: Final = 1
+ALIGNMENT: Final = 64
+HEADER_BYTES_MAX: Final = 64 * 1024
+ROWS_MAX: Final = 2**32 - 1
+
+# What a part's encoding is, as its codec names it: opaque here.
+Encoding = Mapping[str, int | str]
+Buffer = memoryview | bytearray | bytes
+
+# numpy has no bfloat16; its bits travel as uint16.
+_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
+    "uint8": np.dtype("<u1"),
+    "uint16": np.dtype("<u2"),
+    "uint32": np.dtype("<u4"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype("<u2"),
+    "float32": np.dtype("<f4"),
+}
+_NIL: Final = b"\xc0"
+_BIN32: Final = 0xC6
+_BIN32_BYTES: Final = 5
+
+
+class RecordError(ValueError):
+    """The bytes are not a record, not one of this version, or not of the expected schema."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """One array of a part: `heads * width` elements for each row and layer."""
+
+    name: str
+    dtype: str
+    heads: int
+    width: int
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPES:
+            raise RecordError(f"array {self.name!r} has unknown dtype {self.dtype!r}")
+        if self.heads < 1 or self.width < 1:
+            raise RecordError(f"array {self.name!r} is empty: {self.heads} x {self.width}")
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        return _DTYPES[self.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of one layer."""
+        return self.heads * self.width * self.numpy_dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class PartSpec:
+    """Keys, or values, of consecutive layers that have the same kind, shape and encoding."""
+
+    kind: str
+    name: str
+    first_layer: int
+    layers: int
+    encoding: Encoding
+    arrays: tuple[ArraySpec, ...]
+
+    def __post_init__(self) -> None:
+        if self.first_layer < 0 or self.layers < 1 or not self.arrays:
+            raise RecordError(f"part {self.name!r} holds no layers or no arrays")
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """All that a header says beside rows and offsets: records of equal schemas can be joined."""
+
+    codec: str
+    parts: tuple[PartSpec, ...]
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise RecordError("a record needs at least one part")
+
+    @property
+    def arrays(self) -> Iterator[tuple[PartSpec, ArraySpec]]:
+        """Every array, in the order in which a record stores them."""
+        return ((part, array) for part in self.parts for array in part.arrays)
+
+    @property
+    def row_bytes(self) -> int:
+        """Payload bytes of one row over all layers."""
+        return sum(part.layers * array.row_bytes for part, array in self.arrays)
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Bound on what a record takes beside its rows, however many they are."""
+        count = sum(1 for _ in self.arrays)
+        longest = _pack_header(self, ROWS_MAX, [2**64 - 1] * count)
+        return len(longest) + count * (_BIN32_BYTES + ALIGNMENT - 1)
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where everything is in a record: planned for a writer, or read from one.
+
+    `offsets` are those of the arrays' bytes from the start of the record, in schema order.
+    """
+
+    schema: Schema
+    rows: int
+    offsets: tuple[int, ...]
+
+    @cached_property
+    def record_bytes(self) -> int:
+        return self.offsets[-1] + self._sizes[-1]
+
+    @cached_property
+    def frame(self) -> tuple[tuple[int, bytes], ...]:
+        """(offset, bytes) of everything between the arrays."""
+        frame = []
+        end = 0
+        data = _pack_header(self.schema, self.rows, self.offsets)
+        for offset, size in zip(self.offsets, self._sizes, strict=True):
+            pads = offset - end - len(data) - _BIN32_BYTES
+            frame.append((end, data + _NIL * pads + bytes([_BIN32]) + size.to_bytes(4, "big")))
+            end, data = offset + size, b""
+        return tuple(frame)
+
+    def frames(self, buffer: Buffer) -> bool:
+        """Whether `buffer` begins with this very record, whatever its arrays contain."""
+        return self.record_bytes <= len(buffer) and all(
+            buffer[offset : offset + len(data)] == data for offset, data in self.frame
+        )
+
+    @property
+    def _sizes(self) -> list[int]:
+        return _sizes(self.schema, self.rows)
+
+    def views(self, buffer: Buffer) -> list[npt.NDArray[Any]]:
+        """The arrays, shape (layers, heads, rows, width), as views of `buffer`.
+
+        Writable if the buffer is. bfloat16 appears as uint16.
+        """
+        assert len(buffer) >= self.record_bytes
+        views = []
+        for (part, array), offset in zip(self.schema.arrays, self.offsets, strict=True):
+            shape = (part.layers, array.heads, self.rows, array.width)
+            flat = np.frombuffer(buffer, array.numpy_dtype, math.prod(shape), offset)
+            views.append(flat.reshape(shape))
+        return views
+
+
+def plan(schema: Schema, rows: int) -> Record:
+    """Lays out a record of `rows` rows. RecordError when its header would be too long."""
+    if not 1 <= rows <= ROWS_MAX:
+        raise RecordError(f"a record cannot have {rows} rows")
+    sizes = _sizes(schema, rows)
+    if max(sizes) >= 2**32:
+        raise RecordError(f"an array of {max(sizes)} bytes does not fit in a record")
+    start = 0
+    while True:
+        # The header holds the offsets, whose length in msgpack grows with their value, and it
+        # comes before them: push the arrays back until it fits.
+        offsets = []
+        end = start
+        for size in sizes:
+            offsets.append(_align(end + _BIN32_BYTES))
+            end = offsets[-1] + size
+        header_bytes = len(_pack_header(schema, rows, offsets))
+        if header_bytes <= start:
+            break
+        start = header_bytes
+    if header_bytes > HEADER_BYTES_MAX:
+        raise RecordError(f"a header of {header_bytes} bytes is too long")
+    return Record(schema, rows, tuple(offsets))
+
+
+def write_header(record: Record, buffer: memoryview | bytearray) -> None:
+    """Writes all of a record but the arrays' own bytes."""
+    for offset, data in record.frame:
+        buffer[offset : offset + len(data)] = data
+
+
+def read(buffer: Buffer, like: Record | None = None) -> Record:
+    """Parses and checks a record that starts at byte 0 and ends within `buffer`.
+
+    `like` is a record that it probably resembles; when it does, nothing is parsed. The header is
+    copied first, so that a buffer that changes meanwhile can make the arrays' contents wrong but
+    not their places. RecordError on anything unexpected.
+    """
+    if like is not None and like.frames(buffer):
+        return like
+    schema, rows = _parse_header(bytes(buffer[:HEADER_BYTES_MAX]))
+    record = plan(schema, rows)
+    if not record.frames(buffer):
+        raise RecordError(f"{len(buffer)} bytes are not the record that their header implies")
+    return record
+
+
+def read_header(head: bytes) -> Record:
+    """The layout that a record's header tells, for people: nothing but the header is looked at.
+
+    `head` has the record's first HEADER_BYTES_MAX bytes, or all when there are fewer.
+    """
+    return plan(*_parse_header(head))
+
+
+def _align(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _sizes(schema: Schema, rows: int) -> list[int]:
+    return [part.layers * rows * array.row_bytes for part, array in schema.arrays]
+
+
+def _pack_header(schema: Schema, rows: int, offsets: list[int] | tuple[int, ...]) -> bytes:
+    place = iter(offsets)
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        "codec": schema.codec,
+        "rows": rows,
+        "parts": [
+            {
+                "kind": part.kind,
+                "name": part.name,
+                "first_layer": part.first_layer,
+                "layers": part.layers,
+                "encoding": dict(part.encoding),
+                "arrays": [
+                    {
+                        "name": array.name,
+                        "dtype": array.dtype,
+                        "shape": [part.layers, array.heads, rows, array.width],
+                        "offset": next(place),
+                    }
+                    for array in part.arrays
+                ],
+            }
+            for part in schema.parts
+        ],
+    }
+    packed: bytes = msgpack.packb(header)
+    return packed
+
+
+def _parse_header(data: bytes) -> tuple[Schema, int]:
+    unpacker = msgpack.Unpacker(max_buffer_size=HEADER_BYTES_MAX)
+    unpacker.feed(data)
+    try:
+        header = unpacker.unpack()
+    except (msgpack.UnpackException, ValueError, TypeError, OverflowError) as error:
+        raise RecordError(f"no msgpack header: {error!r}") from error
+    match header:
+        case {"format": name, "version": version} if (name, version) != (FORMAT, VERSION):
+            raise RecordError(f"{name!r} version {version}: {FORMAT!r} version {VERSION} expected")
+        case {"format": _, "version": _, "codec": str(codec), "rows": int(rows), "parts": [*parts]}:
+            return Schema(codec, tuple(_parse_part(part) for part in parts)), int(rows)
+    raise RecordError("the header lacks a field")
+
+
+def _parse_part(part: object) -> PartSpec:
+    match part:
+        case {
+            "kind": str(kind),
+            "name": str(name),
+            "first_layer": int(first_layer),
+            "layers": int(layers),
+            "encoding": {**items},
+            "arrays": [*arrays],
+        }:
+            encoding: dict[str, int | str] = {}
+            for key, value in items.items():
+                if not isinstance(value, int | str) or isinstance(value, bool):
+                    raise RecordError("an encoding has a field that is no number and no text")
+                encoding[str(key)] = value
+            specs = tuple(_parse_array(array) for array in arrays)
+            return PartSpec(kind, name, int(first_layer), int(layers), encoding, specs)
+    raise RecordError("a part of the header lacks a field")
+
+
+def _parse_array(array: object) -> ArraySpec:
+    match array:
+        case {"name": str(name), "dtype": str(dtype), "shape": [_, int(heads), _, int(width)]}:
+            return ArraySpec(name, dtype, int(heads), int(width))
+    raise RecordError("an array of the header lacks a field")

@@ -1,0 +1,171 @@
+"""What the daemon answers, as the client hands it on: checked, and immutable.
+
+A reply that contradicts itself or the request raises Contradiction. Whether an extent lies
+inside its slab is checked where the slab is mapped.
+"""
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from cachestore.v1 import cachestore_pb2
+
+_EXTENT_UNIT_BYTES = 256
+_TOKEN_BYTES = 4
+
+
+class Contradiction(Exception):
+    pass
+
+
+class MatchKind(enum.StrEnum):
+    EXACT = "exact"
+    SUPERSEQUENCE = "supersequence"
+    PREFIX = "prefix"
+    LCP = "lcp"
+    MISS = "miss"
+
+
+_KINDS = {
+    cachestore_pb2.MATCH_KIND_EXACT: MatchKind.EXACT,
+    cachestore_pb2.MATCH_KIND_SUPERSEQUENCE: MatchKind.SUPERSEQUENCE,
+    cachestore_pb2.MATCH_KIND_PREFIX: MatchKind.PREFIX,
+    cachestore_pb2.MATCH_KIND_LCP: MatchKind.LCP,
+    cachestore_pb2.MATCH_KIND_MISS: MatchKind.MISS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows [first_row, first_row + rows) of one record, whose bytes lie at `offset`."""
+
+    record_id: int
+    slab_id: int
+    offset: int
+    length: int
+    generation: int
+    record_bytes: int
+    first_row: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A lookup's answer. `id` and `seconds` are 0 when there is nothing to release: for a miss
+    that was not announced."""
+
+    id: int
+    kind: MatchKind
+    rows: int
+    spans: tuple[Span, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Room for one record of rows [first_token, first_token + rows) of the sequence."""
+
+    slab_id: int
+    offset: int
+    length: int
+    generation: int
+    first_token: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Room for rows [have, tokens); rows [0, have) are held by the store already."""
+
+    id: int
+    have: int
+    pieces: tuple[Piece, ...]
+    seconds: float
+
+
+def lease(reply: cachestore_pb2.LookupResponse, limit: int) -> Lease:
+    """Checks the answer to a lookup of at most `limit` rows."""
+    kind = _KINDS.get(reply.kind)
+    spans = tuple(_span(span) for span in reply.spans)
+    if kind is None:
+        raise Contradiction(f"a match of unknown kind {reply.kind}")
+    if reply.rows != sum(span.rows for span in spans) or reply.rows > limit:
+        raise Contradiction(f"a match of {reply.rows} rows, other than its spans or over {limit}")
+    if kind is MatchKind.MISS and spans:
+        raise Contradiction("a miss with rows")
+    if not spans and reply.lease_id == 0:
+        return Lease(0, kind, 0, (), 0.0)
+    _check_promise(reply.lease_id, reply.lease_seconds)
+    return Lease(reply.lease_id, kind, reply.rows, spans, reply.lease_seconds)
+
+
+def reservation(
+    reply: cachestore_pb2.ReserveResponse, request: cachestore_pb2.ReserveRequest
+) -> Reservation:
+    """Checks that the pieces cover the rows that are not held, in order, with room for each."""
+    tokens = len(request.tokens) // _TOKEN_BYTES
+    pieces = tuple(_piece(piece) for piece in reply.pieces)
+    if reply.have < request.first_row:
+        raise Contradiction(f"a reservation from row {reply.have}, before {request.first_row}")
+    row = reply.have
+    for piece in pieces:
+        if piece.first_token != row:
+            raise Contradiction(f"a piece from row {piece.first_token} instead of {row}")
+        if piece.length < request.record_overhead_bytes + piece.rows * request.row_bytes:
+            raise Contradiction(f"{piece.length} bytes for {piece.rows} rows")
+        row += piece.rows
+    if row != tokens:
+        raise Contradiction(f"a reservation up to row {row} of {tokens}")
+    _check_disjoint(pieces)
+    _check_promise(reply.reservation_id, reply.reservation_seconds)
+    return Reservation(reply.reservation_id, reply.have, pieces, reply.reservation_seconds)
+
+
+def _span(span: cachestore_pb2.Span) -> Span:
+    extent = span.extent
+    _check_extent(extent, span.rows)
+    if not 0 < span.record_bytes <= extent.length:
+        raise Contradiction(f"a record of {span.record_bytes} bytes in {extent.length}")
+    return Span(
+        record_id=span.record_id,
+        slab_id=extent.slab_id,
+        offset=extent.offset,
+        length=extent.length,
+        generation=extent.generation,
+        record_bytes=span.record_bytes,
+        first_row=span.first_row,
+        rows=span.rows,
+    )
+
+
+def _piece(piece: cachestore_pb2.Piece) -> Piece:
+    extent = piece.extent
+    _check_extent(extent, piece.rows)
+    return Piece(
+        slab_id=extent.slab_id,
+        offset=extent.offset,
+        length=extent.length,
+        generation=extent.generation,
+        first_token=piece.first_token,
+        rows=piece.rows,
+    )
+
+
+def _check_extent(extent: cachestore_pb2.Extent, rows: int) -> None:
+    aligned = extent.offset % _EXTENT_UNIT_BYTES == extent.length % _EXTENT_UNIT_BYTES == 0
+    if not aligned or extent.length == 0 or rows == 0:
+        raise Contradiction(f"{rows} rows in [{extent.offset}, +{extent.length})")
+
+
+def _check_disjoint(pieces: Sequence[Piece]) -> None:
+    ordered = sorted(pieces, key=lambda piece: (piece.slab_id, piece.offset))
+    for left, right in pairwise(ordered):
+        if left.slab_id == right.slab_id and left.offset + left.length > right.offset:
+            raise Contradiction(f"two pieces at offset {right.offset} of slab {right.slab_id}")
+
+
+def _check_promise(promise_id: int, seconds: float) -> None:
+    if promise_id == 0 or not (seconds > 0 and math.isfinite(seconds)):
+        raise Contradiction(f"number {promise_id} for {seconds} seconds")

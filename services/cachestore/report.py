@@ -1,0 +1,153 @@
+"""What `cachestore-admin stats` shows, as plain data and as tables."""
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cachestore.v1 import cachestore_pb2 as pb
+
+Report = dict[str, Any]
+
+_KINDS = ("exact", "supersequence", "prefix", "lcp", "miss")
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def report(stats: pb.StatsResponse) -> Report:
+    """Keys are stable. Rates are between 0 and 1, and None when nothing was asked."""
+    names = (
+        *("version", "pid", "uptime_seconds", "bytes_budget", "bytes_slabs", "bytes_used"),
+        *("bytes_reserved", "bytes_quarantined", "bytes_retiring", "bytes_free"),
+        *("bytes_padding", "bytes_stranded", "slabs", "records", "sequences"),
+        *("tokens", "evictions", "bytes_evicted", "sessions", "leases", "reservations"),
+        *("waiting", "announced", "pinned", "slab_failures", "check_failures"),
+    )
+    return {
+        **_fields(stats, names),
+        "namespaces": [namespace_report(namespace) for namespace in stats.namespaces],
+        "lookups": _lookups(stats.lookups),
+        "writes": _fields(
+            stats.writes, ("committed", "rows_inserted", "rows_duplicate", "refused", "dropped")
+        ),
+    }
+
+
+def tables(found: Report) -> Group:
+    title = (
+        f"cachestore {found['version']}, process {found['pid']}, "
+        f"up {_duration(found['uptime_seconds'])}"
+    )
+    parts: list[RenderableType] = [title, _memory(found), _namespaces(found), _activity(found)]
+    if found["check_failures"]:
+        parts.insert(1, "FAILED its own check and serves nothing: restart it, and see its log")
+    return Group(*parts)
+
+
+def _fields(message: object, names: tuple[str, ...]) -> Report:
+    return {name: getattr(message, name) for name in names}
+
+
+def namespace_report(namespace: pb.NamespaceStats) -> Report:
+    names = ("label", "bytes_used", "tokens", "records", "sequences")
+    return {"namespace": namespace.namespace.hex(), **_fields(namespace, names)}
+
+
+def _lookups(lookups: pb.LookupStats) -> Report:
+    found = _fields(lookups, (*_KINDS, "tokens_requested", "tokens_served"))
+    requests = sum(found[kind] for kind in _KINDS)
+    requested = found["tokens_requested"]
+    return {
+        **found,
+        "hit_rate_requests": (requests - found["miss"]) / requests if requests else None,
+        "hit_rate_tokens": found["tokens_served"] / requested if requested else None,
+        "seconds_p50": lookups.seconds_p50 or None,
+        "seconds_p99": lookups.seconds_p99 or None,
+    }
+
+
+def _memory(found: Report) -> Table:
+    table = empty_table("memory", ("bytes", "of budget"))
+    for name in ("budget", "slabs", "used", "reserved", "quarantined", "retiring", "free"):
+        size = found[f"bytes_{name}"]
+        table.add_row(name, size_text(size), _percent(size / found["bytes_budget"]))
+    for name in ("padding", "stranded"):
+        size = found[f"bytes_{name}"]
+        table.add_row(f"used: {name}", size_text(size), _percent(size / found["bytes_budget"]))
+    return table
+
+
+def _namespaces(found: Report) -> Table:
+    table = empty_table("namespace", ("bytes", "tokens", "records", "sequences"))
+    for row in found["namespaces"]:
+        name = f"{namespace_name(row['label'])} ({row['namespace'][:8]})"
+        table.add_row(Text(name), size_text(row["bytes_used"]), *_counts(row))
+    table.add_row("all", size_text(found["bytes_used"]), *_counts(found))
+    return table
+
+
+def _activity(found: Report) -> Table:
+    lookups, writes = found["lookups"], found["writes"]
+    table = empty_table("since start", ("",))
+    table.add_row("lookups", ", ".join(f"{lookups[kind]:,} {kind}" for kind in _KINDS))
+    table.add_row(
+        "time of a lookup",
+        f"p50 {_milliseconds(lookups['seconds_p50'])}, p99 {_milliseconds(lookups['seconds_p99'])}",
+    )
+    table.add_row("hit rate, requests", _percent(lookups["hit_rate_requests"]))
+    table.add_row(
+        "hit rate, tokens",
+        f"{_percent(lookups['hit_rate_tokens'])} "
+        f"({lookups['tokens_served']:,} of {lookups['tokens_requested']:,})",
+    )
+    table.add_row(
+        "writes", ", ".join(f"{writes[name]:,} {name.replace('_', ' ')}" for name in writes)
+    )
+    table.add_row("evictions", f"{found['evictions']:,} ({size_text(found['bytes_evicted'])})")
+    if found["slab_failures"]:
+        table.add_row("no memory for a slab", f"{found['slab_failures']:,} times")
+    table.add_row(
+        "now open",
+        f"{found['sessions']:,} sessions, {found['leases']:,} leases, "
+        f"{found['reservations']:,} reservations, {found['announced']:,} announcements, "
+        f"{found['pinned']:,} pins; {found['waiting']:,} lookups wait",
+    )
+    return table
+
+
+def empty_table(first: str, columns: tuple[str, ...]) -> Table:
+    table = Table()
+    table.add_column(first)
+    for column in columns:
+        # Numbers must not be cut. A column without a name has text.
+        table.add_column(column, justify="right" if column else "left", no_wrap=bool(column))
+    return table
+
+
+def _counts(row: Report) -> list[str]:
+    return [f"{row[name]:,}" for name in ("tokens", "records", "sequences")]
+
+
+def namespace_name(label: str) -> str:
+    """An engine chose it: it must not move the cursor."""
+    printable = "".join(character if character.isprintable() else "?" for character in label)
+    return printable or "unnamed"
+
+
+def _percent(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:.1%}"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1000 * seconds:.3g} ms"
+
+
+def size_text(size: int) -> str:
+    power = min((max(size, 1).bit_length() - 1) // 10, len(_UNITS) - 1)
+    return f"{size / 1024**power:,.{1 if power else 0}f} {_UNITS[power]}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"

@@ -1,0 +1,139 @@
+"""The daemon's life: lock, bind, serve, and leave nothing behind."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+
+from cachestore import endpoint
+from cachestore.config import StoreConfig
+from cachestore.retirement import Retirement, Slab
+from cachestore.service import CachestoreService
+from cachestore.session import SessionServer
+from cachestore.store import Store
+from cachestore.upkeep import Upkeep, calm_collector
+from cachestore.v1 import cachestore_pb2, cachestore_pb2_grpc
+
+MESSAGE_BYTES_MAX = 8 << 20
+_TICK_SECONDS = 1.0
+_GRACE_SECONDS = 1.0
+_OPTIONS = (
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    # The similar name with "recv" in it does nothing.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """`idle_exit_seconds` is how long no engine may be there before the daemon ends; None: ever."""
+
+    socket: Path
+    store: StoreConfig
+    idle_exit_seconds: float | None = None
+
+
+def run(config: ServerConfig) -> None:
+    """Serves until SIGTERM, SIGINT or the idle exit.
+
+    Raises EndpointError when the socket path cannot be had (Held: another daemon has it).
+    """
+    os.umask(0o077)
+    endpoint.check_directory(config.socket, flag="--socket")
+    lock = endpoint.Lock(config.socket)
+    try:
+        lock.remove_socket(config.socket)
+        lock.remove_socket(endpoint.session_path(config.socket))
+        asyncio.run(_serve(config))
+    finally:
+        lock.release()
+
+
+async def _serve(config: ServerConfig) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    release = version("mlx-cachestore")
+    store, slabs = Store(config.store), dict[int, Slab]()
+    path = endpoint.session_path(config.socket)
+    retirement = Retirement(store, slabs)
+    sessions = SessionServer(path, store, retirement, time.monotonic, release)
+    service = CachestoreService(
+        store=store,
+        config=config.store,
+        slabs=slabs,
+        sessions=sessions,
+        retirement=retirement,
+        clock=time.monotonic,
+        version=release,
+    )
+    server = grpc.aio.server(options=_OPTIONS)
+    cachestore_pb2_grpc.add_CachestoreServicer_to_server(service, server)
+    health = await _add_health(server)
+    try:
+        await _start(server, sessions, config.socket)
+        _log.info("cachestore %s ready at %s", release, config.socket)
+        calm_collector()
+        upkeep = Upkeep(store, time.monotonic, lambda: service.calls, retirement.retire)
+        while not await _ended(stop, config, sessions):
+            upkeep.tick()
+            if not store.sound:
+                await _set_health(health, health_pb2.HealthCheckResponse.NOT_SERVING)
+    finally:
+        await health.enter_graceful_shutdown()
+        await sessions.stop()
+        await server.stop(_GRACE_SECONDS)
+        config.socket.unlink(missing_ok=True)
+    _log.info("cachestore ends")
+
+
+async def _add_health(server: grpc.aio.Server) -> health_aio.HealthServicer:
+    health = health_aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    await _set_health(health, health_pb2.HealthCheckResponse.SERVING)
+    return health
+
+
+async def _set_health(
+    health: health_aio.HealthServicer,
+    status: health_pb2.HealthCheckResponse.ServingStatus.ValueType,
+) -> None:
+    name = cachestore_pb2.DESCRIPTOR.services_by_name["Cachestore"].full_name
+    for service in ("", name):
+        await health.set(service, status)
+
+
+async def _start(server: grpc.aio.Server, sessions: SessionServer, path: Path) -> None:
+    """The session socket comes last: a client begins there, and then finds everything ready."""
+    try:
+        server.add_insecure_port(endpoint.grpc_target(path))
+        path.chmod(0o600)
+        await server.start()
+        sessions.start()
+    except (RuntimeError, OSError) as error:
+        raise endpoint.EndpointError(f"--socket: cannot listen at {path}: {error}") from error
+
+
+async def _ended(stop: asyncio.Event, config: ServerConfig, sessions: SessionServer) -> bool:
+    """Waits for one tick, or until it is time to end."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(stop.wait(), _TICK_SECONDS)
+    limit = config.idle_exit_seconds
+    idle = limit is not None and sessions.idle_seconds >= limit
+    if idle:
+        _log.info("no engine for %s s", limit)
+    return idle or stop.is_set()

@@ -1,0 +1,160 @@
+"""The gRPC face of the store: sessions and status codes outside, plain calls inside."""
+
+import os
+import time
+from collections.abc import Callable, MutableMapping
+from dataclasses import asdict
+from typing import TypeVar
+
+from cachestore import messages
+from cachestore.calls import Calls, Context, RowsToCome
+from cachestore.catalog_service import CatalogService
+from cachestore.config import StoreConfig
+from cachestore.latency import Latencies
+from cachestore.retirement import Retirement, Slab
+from cachestore.session import SessionServer
+from cachestore.store import Match, Store
+from cachestore.v1 import cachestore_pb2 as pb
+from cachestore.validation import require_wait
+
+_Result = TypeVar("_Result")
+
+
+class CachestoreService(CatalogService):
+    """Answers calls of `sessions` from `store`, whose slabs are in `slabs`."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        config: StoreConfig,
+        slabs: MutableMapping[int, Slab],
+        sessions: SessionServer,
+        retirement: Retirement,
+        clock: Callable[[], float],
+        version: str,
+    ) -> None:
+        calls = Calls(store=store, slabs=slabs, sessions=sessions, clock=clock)
+        super().__init__(store, calls, slabs, retirement)
+        self._config = config
+        self._clock = clock
+        self._version = version
+        self._started = clock()
+        self._latencies = Latencies()
+
+    @property
+    def calls(self) -> int:
+        return self._calls.count
+
+    async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:
+        deadline = self._clock() + request.wait_seconds
+
+        def lookup(session: int, now: float) -> Match:
+            """In one step, so that of several that waited for the same rows one is told to
+            compute them, and the others see its announcement."""
+            require_wait(request.wait_seconds)
+            asked = (request.namespace, request.tokens, request.limit, now)
+            may_wait = now < deadline and len(self._calls.waiting) < self._config.max_waiting
+            if may_wait and self._store.rows_to_come(*asked):
+                raise RowsToCome(deadline - now)
+            return self._store.lookup(session, *asked, request.announce)
+
+        match = await self._calls.run(context, self._timed(lookup))
+        return pb.LookupResponse(
+            retired_slab_ids=self._retired(context),
+            kind=pb.MatchKind.ValueType(match.kind),
+            rows=match.rows,
+            spans=map(messages.span, match.spans),
+            lease_id=match.lease_id,
+            lease_seconds=self._config.lease_seconds if match.lease_id else 0.0,
+        )
+
+    async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
+        valid = await self._calls.run(
+            context,
+            lambda session, now: self._store.renew(session, request.lease_ids, now),
+            counted=False,
+        )
+        return pb.RenewResponse(valid=valid, retired_slab_ids=self._retired(context))
+
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
+        await self._calls.run(
+            context,
+            lambda session, now: self._store.release(session, request.lease_ids, now),
+            counted=False,
+        )
+        return pb.ReleaseResponse()
+
+    async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:
+        reservation = await self._calls.run(
+            context,
+            lambda session, now: self._store.reserve(
+                session,
+                request.namespace,
+                request.tokens,
+                request.first_row,
+                request.record_overhead_bytes,
+                request.row_bytes,
+                request.label,
+                now,
+            ),
+        )
+        return pb.ReserveResponse(
+            reservation_id=reservation.id,
+            have=reservation.have,
+            pieces=[
+                pb.Piece(
+                    extent=messages.extent(piece.extent),
+                    first_token=piece.first_token,
+                    rows=piece.rows,
+                )
+                for piece in reservation.pieces
+            ],
+            reservation_seconds=self._config.reservation_seconds,
+        )
+
+    async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
+        rows = await self._calls.run(
+            context,
+            lambda session, now: self._store.commit(
+                session, request.reservation_id, request.record_bytes, now
+            ),
+        )
+        return pb.CommitResponse(rows_inserted=rows)
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        await self._calls.run(
+            context, lambda session, now: self._store.abort(session, request.reservation_id, now)
+        )
+        return pb.AbortResponse()
+
+    async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
+        statistics = await self._calls.run(
+            context, lambda _session, now: self._store.statistics(now), counted=False
+        )
+        answer = pb.StatsResponse(
+            version=self._version,
+            pid=os.getpid(),
+            uptime_seconds=self._clock() - self._started,
+            waiting=len(self._calls.waiting),
+            **asdict(statistics),
+        )
+        answer.lookups.seconds_p50 = self._latencies.quantile(0.5)
+        answer.lookups.seconds_p99 = self._latencies.quantile(0.99)
+        return answer
+
+    def _retired(self, context: Context) -> list[int]:
+        """What the caller should unmap."""
+        session = self._calls.session(context)
+        return self._retirement.held_by(session) if session is not None else []
+
+    def _timed(self, call: Callable[[int, float], _Result]) -> Callable[[int, float], _Result]:
+        """The same, noting how long it takes when it gives a result."""
+
+        def timed(session: int, now: float) -> _Result:
+            start = time.perf_counter()
+            result = call(session, now)
+            self._latencies.add(time.perf_counter() - start)
+            return result
+
+        return timed

@@ -1,0 +1,72 @@
+"""What a request may hold. Each refusal names the field, what it was, and what to give."""
+
+from collections.abc import Sequence
+
+from cachestore.config import (
+    LABEL_BYTES_MAX,
+    LEASE_IDS_PER_CALL_MAX,
+    NAMESPACE_BYTES,
+    RECORD_OVERHEAD_BYTES_MAX,
+    ROW_BYTES_MAX,
+    TOKEN_BYTES,
+    WAIT_SECONDS_MAX,
+)
+from cachestore.holdings import Piece
+from cachestore.refusal import RefusalCode, Refused
+
+
+def invalid(message: str) -> Refused:
+    return Refused(RefusalCode.INVALID_ARGUMENT, message)
+
+
+def exhausted(message: str) -> Refused:
+    return Refused(RefusalCode.RESOURCE_EXHAUSTED, message)
+
+
+def require_sequence(namespace: bytes, tokens: bytes, max_tokens: int) -> int:
+    """Returns the number of tokens."""
+    if len(namespace) != NAMESPACE_BYTES:
+        raise invalid(f"namespace has {len(namespace)} bytes; give exactly {NAMESPACE_BYTES}")
+    if not tokens or len(tokens) % TOKEN_BYTES:
+        raise invalid(
+            f"tokens has {len(tokens)} bytes; give at least one token, {TOKEN_BYTES} bytes each"
+        )
+    count = len(tokens) // TOKEN_BYTES
+    if count > max_tokens:
+        raise invalid(f"tokens has {count} tokens; give at most {max_tokens}")
+    return count
+
+
+def require_rows(field: str, rows: int, tokens: int) -> None:
+    if not 0 <= rows <= tokens:
+        raise invalid(f"{field} is {rows}; give 0 to the number of tokens, {tokens}")
+
+
+def require_wait(seconds: float) -> None:
+    if not 0 <= seconds <= WAIT_SECONDS_MAX:
+        raise invalid(f"wait_seconds is {seconds}; give 0 to {WAIT_SECONDS_MAX}")
+
+
+def require_record_shape(record_overhead_bytes: int, row_bytes: int, label: str) -> None:
+    if not 0 <= record_overhead_bytes <= RECORD_OVERHEAD_BYTES_MAX:
+        raise invalid(
+            f"record_overhead_bytes is {record_overhead_bytes}; "
+            f"give 0 to {RECORD_OVERHEAD_BYTES_MAX}"
+        )
+    if not 1 <= row_bytes <= ROW_BYTES_MAX:
+        raise invalid(f"row_bytes is {row_bytes}; give 1 to {ROW_BYTES_MAX}")
+    if len(label.encode()) > LABEL_BYTES_MAX:
+        raise invalid(f"label has {len(label.encode())} bytes; give at most {LABEL_BYTES_MAX}")
+
+
+def require_lease_ids(lease_ids: Sequence[int]) -> None:
+    if len(lease_ids) > LEASE_IDS_PER_CALL_MAX:
+        raise invalid(f"lease_ids has {len(lease_ids)}; give at most {LEASE_IDS_PER_CALL_MAX}")
+
+
+def require_record_bytes(record_bytes: Sequence[int], pieces: Sequence[Piece]) -> None:
+    if len(record_bytes) != len(pieces):
+        raise invalid(f"record_bytes has {len(record_bytes)}; give one for each of {len(pieces)}")
+    for index, (size, piece) in enumerate(zip(record_bytes, pieces, strict=True)):
+        if not 1 <= size <= piece.extent.length:
+            raise invalid(f"record_bytes[{index}] is {size}; give 1 to {piece.extent.length}")
