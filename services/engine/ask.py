@@ -1,0 +1,194 @@
+"""What `generate` and `chat` share: flags, the engine that answers, and a reply as it comes."""
+
+import argparse
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import NoReturn
+
+from cachestore import endpoint
+from engine import config, signals
+from engine.config import ConfigError, Listen, parse_listen
+from engine.flags import bias, utf8, whole
+from engine.remote import EngineAway, EngineProcess, connect, model_of
+from engine.v1 import engine_pb2 as pb
+from engine.v1 import engine_pb2_grpc
+
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed"),
+    *("repetition_penalty", "repetition_context_size"),
+    *("presence_penalty", "presence_context_size"),
+    *("frequency_penalty", "frequency_context_size"),
+)
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags that say whom to ask, and how to sample."""
+    parser.add_argument(
+        "--engine", metavar="ADDRESS", help="unix:PATH or HOST:PORT (default: ours)"
+    )
+    parser.add_argument(
+        "--model",
+        help="what to serve when no engine runs, and what a running one must serve "
+        f"(default: what runs, else {config.MODEL_DEFAULT})",
+    )
+    parser.add_argument("--system", type=utf8, default="", help="system message")
+    parser.add_argument("--max-tokens", type=whole(1), metavar="N")
+    parser.add_argument("--stop", type=utf8, action="append", default=[], metavar="TEXT")
+    parser.add_argument("--temperature", type=float, help="default: 0, greedy")
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--top-k", type=whole(0))
+    parser.add_argument("--min-p", type=float)
+    parser.add_argument("--seed", type=whole(0, 2**64 - 1))
+    for kind, effect in (
+        ("repetition", "divides positive logits of tokens that occurred, multiplies negative ones"),
+        ("presence", "subtracted from the logits of tokens that occurred"),
+        ("frequency", "subtracted for each time that a token occurred"),
+    ):
+        parser.add_argument(f"--{kind}-penalty", type=float, metavar="X", help=effect)
+        parser.add_argument(
+            f"--{kind}-context-size",
+            type=whole(0),
+            metavar="N",
+            help=f"the last tokens that it looks at (default: {config.PENALTY_CONTEXT_DEFAULT})",
+        )
+    parser.add_argument(
+        "--logit-bias",
+        type=bias,
+        action="append",
+        default=[],
+        metavar="TOKEN=X",
+        help="added to the logit of this token id; may be given again for others",
+    )
+
+
+def request_of(flags: argparse.Namespace, prompt: pb.Prompt) -> pb.GenerateRequest:
+    """The prompt, with what the flags say."""
+    return pb.GenerateRequest(
+        model=flags.model or "",
+        prompt=prompt,
+        sampling=pb.Sampling(
+            **{name: getattr(flags, name) for name in _SAMPLING}, logit_bias=dict(flags.logit_bias)
+        ),
+        max_tokens=flags.max_tokens,
+        stop=flags.stop,
+    )
+
+
+@contextlib.contextmanager
+def answering(flags: argparse.Namespace) -> Iterator[engine_pb2_grpc.EngineStub]:
+    """An engine that answers while the body runs: the running one, or, unless --engine names one,
+    one that ends with the body. Raises EngineAway, ConfigError and EndpointError."""
+    if flags.engine is not None and flags.model is not None:
+        raise ConfigError("--engine starts nothing that --model could name; leave --model out")
+    address = f"unix:{endpoint.engine_socket()}" if flags.engine is None else flags.engine
+    listen = parse_listen(address, "--engine")
+    with contextlib.ExitStack() as stack:
+        found = model_of(listen)
+        if found is not None and flags.model not in (None, found.name):
+            raise EngineAway(
+                f"the engine at {listen} serves {found.name}, not {flags.model}: leave --model "
+                "out to ask it, or end it first"
+            )
+        if found is None:
+            if flags.engine is not None:
+                raise EngineAway(
+                    f"no engine answers at {listen}; start one: engine serve --model MODEL "
+                    f"--listen {listen}"
+                )
+            model = flags.model or config.MODEL_DEFAULT
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, _leave)
+            started = EngineProcess(listen, ["--model", model, "--log-level", "warning"])
+            stack.callback(started.stop)
+            started.wait_ready()
+        yield stack.enter_context(connect(listen))
+
+
+def _leave(number: int, _frame: FrameType | None) -> NoReturn:
+    """Unwinds, so that the engine that was started here does not stay behind."""
+    sys.exit(signals.exit_code(number))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole reply, with times as the client saw them. `logprobs`: one for each of `token_ids`,
+    or empty."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[pb.TokenLogprobs, ...]
+    done: pb.Done
+    ttft_seconds: float
+    seconds: float
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Tokens after the first one, by the time they took; 0 when there is only one."""
+        tokens = self.done.usage.completion_tokens - 1
+        decode = self.seconds - self.ttft_seconds
+        return tokens / decode if tokens > 0 and decode > 0 else 0.0
+
+    def summary(self) -> str:
+        """What it cost, in a line."""
+        usage = self.done.usage
+        return (
+            f"{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} cached; first token after "
+            f"{1000 * self.ttft_seconds:.0f} ms; {usage.completion_tokens} tokens at "
+            f"{self.decode_tokens_per_second:.1f}/s"
+        )
+
+
+class Reply:
+    """A reply as it comes. `text` is what has come, also when it was cancelled or failed."""
+
+    def __init__(self, stub: engine_pb2_grpc.EngineStub, request: pb.GenerateRequest) -> None:
+        self._began = time.monotonic()
+        self._first: float | None = None
+        self._done: pb.Done | None = None
+        self._token_ids: list[int] = []
+        self._logprobs: list[pb.TokenLogprobs] = []
+        self._call = stub.Generate(request)
+        self.text = ""
+
+    def pieces(self) -> Iterator[str]:
+        """Its text; raises grpc.RpcError."""
+        for message in self._call:
+            if message.HasField("done"):
+                self._done = message.done
+                continue
+            self._first = self._first or time.monotonic()
+            self.text += message.delta.text
+            self._token_ids += message.delta.token_ids
+            self._logprobs += message.delta.logprobs
+            yield message.delta.text
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+    def answer(self) -> Answer:
+        """All of it, once the pieces have ended."""
+        assert self._done is not None, "the stream ended with OK and without Done"
+        ended = time.monotonic()
+        first = self._first or ended
+        return Answer(
+            self.text,
+            tuple(self._token_ids),
+            tuple(self._logprobs),
+            self._done,
+            first - self._began,
+            ended - self._began,
+        )
+
+
+def ask(listen: Listen, request: pb.GenerateRequest) -> Answer:
+    """Send it and collect the reply; raises grpc.RpcError."""
+    with connect(listen) as stub:
+        reply = Reply(stub, request)
+        for _ in reply.pieces():
+            pass
+        return reply.answer()

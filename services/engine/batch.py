@@ -1,0 +1,225 @@
+"""The only user of mlx-lm's BatchGenerator, on the worker thread.
+
+Differences from using it directly:
+- Rows never finish by themselves. The worker decides (length, stop tokens, stop strings) and
+  removes them, after it has taken out the rows that the cachestore lacks: the generator would
+  hand out a copy of the whole row instead.
+- The queue is ours (scheduler.py): a row is inserted only when it may prefill at once.
+- The prefill step is short while other rows decode.
+- The first token of a reply is read as soon as the prompt ends; the generator would give it out
+  one step later, after it has started to compute the second one.
+"""
+
+import copy
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator, PromptProcessingBatch
+from mlx_lm.models.cache import make_prompt_cache
+
+from engine.config import PrefillStep
+from engine.kv.solo import one_row
+from engine.penalties import Penalizer
+from engine.sampling import Sampler
+
+# The generator stops rows at this many tokens; the worker removes them long before.
+_NEVER = 1 << 60
+
+
+class BatchMode(enum.Enum):
+    """How a model runs in the batch, by the self-check at load (selfcheck.py)."""
+
+    BATCHED = "batched"
+    # Right padding in a shared prefill would be wrong: prompts one at a time, decode together.
+    PREFILL_ONE = "prefill-one"
+    # Any batching would be wrong or is refused by mlx-lm.
+    ONE_ROW = "one-row"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """`rows_max` counts prefilling and decoding rows together."""
+
+    mode: BatchMode
+    rows_max: int
+    step: PrefillStep
+    wired_limit_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.rows_max == 1 or self.mode is not BatchMode.ONE_ROW
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token of one row. `logprobs`: (vocabulary,), evaluated; do not keep it."""
+
+    uid: int
+    token: int
+    logprobs: mx.array
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """`computed`: prompt tokens run through the model in this step."""
+
+    tokens: tuple[Token, ...]
+    computed: int
+
+
+class _PromptBatch(PromptProcessingBatch):
+    """mlx-lm's, but rows that all leave for decoding at once are handed over, not copied."""
+
+    def split(self, indices: list[int]) -> Any:
+        if len(indices) < len(self.uids):
+            return super().split(indices)
+        leaving = copy.copy(self)
+        for name in _ROW_LISTS:
+            setattr(self, name, [])
+        return leaving
+
+
+_ROW_LISTS = (
+    *("uids", "prompt_cache", "tokens", "samplers"),
+    *("logits_processors", "stop_sequences", "max_tokens"),
+)
+
+
+class Batch:
+    """Rows of one model. After an exception from `step` the object must be thrown away.
+
+    A row is named by the uid that `insert` returns:
+
+        insert ──▶ prefilling ──(first token)──▶ decoding ──▶ remove
+                   remove at any time; unknown uids are ignored
+    """
+
+    def __init__(self, model: Any, shape: BatchShape) -> None:
+        self._model = model
+        self._shape = shape
+        rows_max = shape.rows_max
+        self._generator: Any = BatchGenerator(
+            model,
+            max_tokens=_NEVER,
+            # One above ours: at its own limit the generator would stall half-done prompts.
+            completion_batch_size=rows_max + 1,
+            prefill_batch_size=rows_max if shape.mode is BatchMode.BATCHED else 1,
+            prefill_step_size=shape.step.idle,
+            stream=mx.default_stream(mx.default_device()),
+        )
+        self._prompts.__class__ = _PromptBatch
+        # Rows whose first token was given out; the generator will give it again.
+        self._begun: set[int] = set()
+        if mx.metal.is_available():
+            # The constructor raises it unasked; that panics kernels under cache churn
+            # (mlx#3186).
+            mx.set_wired_limit(shape.wired_limit_bytes)
+
+    def __len__(self) -> int:
+        return len(self._prompts) + len(self._decoding)
+
+    @property
+    def decoding(self) -> int:
+        """Rows that generate."""
+        return len(self._decoding)
+
+    @property
+    def _prompts(self) -> Any:
+        return self._generator._prompt_batch
+
+    @property
+    def _decoding(self) -> Any:
+        return self._generator._generation_batch
+
+    def insert(
+        self,
+        tokens: tuple[int, ...],
+        caches: list[Any] | None,
+        cached: int,
+        sampler: Sampler | None,
+        penalizer: Penalizer | None = None,
+    ) -> int:
+        """Add a row whose rows [0, cached) are in `caches`; at least one token must be left.
+
+        The generator keeps `caches` until the row's first step: the caller drops its reference.
+        """
+        assert 0 <= cached < len(tokens)
+        assert (caches is None) == (cached == 0)
+        if caches is None:
+            caches = make_prompt_cache(self._model)
+        if self._shape.mode is BatchMode.ONE_ROW:
+            caches = one_row(caches)
+        (uid,) = self._generator.insert(
+            [list(tokens[cached:])],
+            caches=[caches],
+            all_tokens=[list(tokens[:cached])],
+            samplers=[sampler],
+            logits_processors=[[penalizer] if penalizer else []],
+        )
+        return int(uid)
+
+    def step(self) -> StepResult:
+        """One token for every decoding row, then one chunk for every prefilling one."""
+        step = self._shape.step.busy if len(self._decoding) else self._shape.step.idle
+        self._generator.prefill_step_size = step
+        self._prompts.prefill_step_size = step
+        before = self._generator._counters.prompt_tokens
+        prompts, generated = self._generator.next()
+        ended = [r.uid for r in prompts if r.end_of_prompt]
+        tokens = [Token(r.uid, r.token, r.logprobs) for r in generated if r.uid not in self._begun]
+        self._begun = set(ended)
+        tokens += [self._first_token(uid) for uid in ended]
+        # The generator feeds a prompt's last token apart, and does not count it.
+        computed = self._generator._counters.prompt_tokens - before + len(ended)
+        return StepResult(tuple(tokens), computed)
+
+    def remove(self, uids: list[int]) -> None:
+        """Drop rows in whatever stage they are; unknown ones are ignored."""
+        self._generator.remove(uids)
+
+    def held(self, uid: int) -> int:
+        """Rows that the caches hold of this row: [0, held) stand for its first tokens.
+
+        The first token of a reply has its row only after another step; later ones at once.
+        """
+        found = self._locate(uid)
+        return 0 if found is None else len(found[0].tokens[found[1]])
+
+    def rows(self, uid: int, first: int, end: int) -> list[tuple[mx.array, mx.array]]:
+        """Rows [first, end) of each layer: keys and values, (1, heads, end - first, width).
+
+        Lazy slices of the live caches, for plain KVCache layers only. Evaluate and drop them
+        before the next step: a reference held across it makes MLX copy the whole cache.
+        """
+        found = self._locate(uid)
+        assert found is not None
+        batch, index = found
+        assert 0 <= first <= end <= len(batch.tokens[index])
+        caches = batch.prompt_cache
+        padding = 0
+        if self._shape.mode is not BatchMode.ONE_ROW:
+            padding = int(caches[0].left_padding[index].item())
+        rows = slice(padding + first, padding + end)
+        return [
+            (layer.keys[index : index + 1, :, rows], layer.values[index : index + 1, :, rows])
+            for layer in caches
+        ]
+
+    def _first_token(self, uid: int) -> Token:
+        decoding = self._decoding
+        index = decoding.uids.index(uid)
+        token = int(decoding._next_tokens[index].item())
+        return Token(uid, token, decoding._next_logprobs[index])
+
+    def _locate(self, uid: int) -> tuple[Any, int] | None:
+        # Indices move with every join and leave: they are looked up each time.
+        for batch in (self._decoding, self._prompts):
+            if uid in batch.uids:
+                return batch, batch.uids.index(uid)
+        return None
+
+    def close(self) -> None:
+        """Give the generator's memory back."""
+        self._generator.remove([*self._prompts.uids, *self._decoding.uids])
+        self._generator.close()

@@ -1,0 +1,71 @@
+"""The command `engine`: serve, generate, chat, demo."""
+
+import argparse
+import logging
+import os
+import sys
+
+from cachestore import endpoint
+from cachestore.flags import Parser
+from engine import __version__, chat, config, generate, serve
+from engine.config import ConfigError
+
+EXIT_USAGE = 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; the process's exit code."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(
+        level=options.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        return int(options.run(options))
+    except (ConfigError, endpoint.EndpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has gone; Python must not complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="engine", description="Continuous batched generation on MLX, served over gRPC."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
+    serving = commands.add_parser("serve", help="load a model and serve it")
+    serve.add_flags(serving)
+    _add_log_level(serving, "info")
+    generating = commands.add_parser("generate", help="ask a running engine, or start one")
+    generate.add_flags(generating)
+    _add_log_level(generating, "warning")
+    chatting = commands.add_parser("chat", help="talk with a running engine, or start one")
+    chat.add_flags(chatting)
+    _add_log_level(chatting, "warning")
+    _add_demo(commands.add_parser("demo", help="show what the cache does, on a real model"))
+    return parser
+
+
+def _add_log_level(parser: argparse.ArgumentParser, default: str) -> None:
+    levels = ["debug", "info", "warning", "error"]
+    parser.add_argument("--log-level", choices=levels, default=default)
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default=config.MODEL_DEFAULT)
+    parser.add_argument("--json", action="store_true", help="a list of objects instead of a table")
+    _add_log_level(parser, "warning")
+    parser.set_defaults(run=_demo)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from engine import demo  # noqa: PLC0415
+
+    return demo.run(options.model, options.json)

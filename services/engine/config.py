@@ -1,0 +1,183 @@
+"""Settings of the engine, and every limit it enforces. Flags are made from this in cli.py."""
+
+import contextlib
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+
+from cachestore import endpoint
+
+MESSAGE_BYTES_MAX = 16 << 20
+STOP_STRINGS_MAX = 16
+STOP_STRING_BYTES_MAX = 256
+STOP_TOKENS_MAX = 64
+TEMPERATURE_MAX = 100.0
+TOP_LOGPROBS_MAX = 20
+# Beyond these, logits of 16 bits could overflow.
+REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX = 0.01, 100.0
+PENALTY_MAX = 100.0
+PENALTY_CONTEXT_DEFAULT = 20
+LOGIT_BIAS_MAX = 100.0
+LOGIT_BIAS_TOKENS_MAX = 1024
+MAX_TOKENS_DEFAULT = 512
+QUEUE_REQUESTS_MAX = 256
+
+# How long a request waits for rows of its prompt that another one computes.
+LOOKUP_WAIT_SECONDS = 120.0
+
+MODEL_DEFAULT = "smollm2"
+MAX_BATCH_DEFAULT = 16
+# Without an engine, of a cachestore that an engine started.
+IDLE_EXIT_SECONDS_DEFAULT = 1800
+CACHE_CODECS = ("none", "q8", "q4")
+CACHE_CODEC_DEFAULT = "q8"
+# Shorter sequences are stored without loss.
+MIN_QUANTIZE_TOKENS_DEFAULT = 256
+# What the cachestore takes as the name of a namespace.
+LABEL_BYTES_MAX = 256
+
+# Packed rows that wait for the cachestore; a write beyond this is dropped and counted.
+WRITE_BACKLOG_BYTES_MAX = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillStep:
+    """Prompt tokens computed in one forward: alone, and while other rows decode.
+
+    A decoding row waits for one such forward between two of its tokens.
+    """
+
+    idle: int
+    busy: int
+
+
+# Measured for "cpu" and "cuda" (docs/benchmarks.md). "metal" is not measured yet: idle is mlx-lm's
+# default, busy keeps the gap between two tokens of a stream short.
+PREFILL_STEPS = {
+    "cpu": PrefillStep(idle=256, busy=64),
+    "metal": PrefillStep(idle=2048, busy=512),
+    "cuda": PrefillStep(idle=2048, busy=512),
+}
+
+
+class ConfigError(ValueError):
+    """A flag has a value that cannot be used; the message names it and says what to use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Where gRPC is served: a Unix socket or a TCP address of the loopback interface."""
+
+    unix_path: Path | None
+    tcp_address: str | None
+
+    @property
+    def target(self) -> str:
+        """The address as grpc understands it."""
+        if self.unix_path is not None:
+            return endpoint.grpc_target(self.unix_path)
+        assert self.tcp_address is not None
+        return self.tcp_address
+
+    def __str__(self) -> str:
+        return f"unix:{self.unix_path}" if self.unix_path is not None else str(self.tcp_address)
+
+
+def parse_listen(text: str, flag: str = "--listen") -> Listen:
+    """Read "unix:PATH" or "HOST:PORT"; raises ConfigError naming `flag`."""
+    if text.startswith("unix:"):
+        try:
+            path = endpoint.socket_path(text.removeprefix("unix:"), flag=flag)
+        except endpoint.EndpointError as error:
+            raise ConfigError(str(error)) from None
+        return Listen(path, None)
+    host, colon, port = text.rpartition(":")
+    # isdigit alone takes digits of every script.
+    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535
+    if not (colon and host and is_port):
+        raise ConfigError(f"{flag}: {text!r} is neither unix:PATH nor HOST:PORT")
+    loopback = host == "localhost"
+    # Without its brackets gRPC takes the port for a part of an IPv6 address.
+    bracketed = host.startswith("[") and host.endswith("]")
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host[1:-1] if bracketed else host)
+        loopback = address.is_loopback and bracketed == (address.version == 6)
+    if not loopback:
+        raise ConfigError(
+            f"{flag}: {host} is not a loopback address, and there is no authentication yet: "
+            "use 127.0.0.1, [::1], localhost or unix:PATH"
+        )
+    return Listen(None, text)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What `engine serve` was asked for; None where the user said nothing.
+
+    Raises ConfigError for a value that no engine can use, or that would have no effect.
+    """
+
+    model: str
+    listen: Listen
+    cachestore: str = "auto"
+    adapter: Path | None = None
+    cachestore_budget_bytes: int | None = None
+    idle_exit_seconds: int | None = None
+    cache_codec: str | None = None
+    cache_min_quantize_tokens: int | None = None
+    max_batch: int | None = None
+    prefill_step: int | None = None
+    wired_limit_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.cachestore not in ("auto", "off") and not self.cachestore.startswith("unix:"):
+            raise ConfigError(
+                f"--cachestore: {self.cachestore!r} is none of auto, off and unix:PATH"
+            )
+        if self.codec not in CACHE_CODECS:
+            raise ConfigError(
+                f"--cache-codec {self.codec!r}: no such codec; use one of {', '.join(CACHE_CODECS)}"
+            )
+        if self.cachestore != "auto":
+            self._refuse(
+                f"--cachestore {self.cachestore} starts no store",
+                ("--cachestore-budget", self.cachestore_budget_bytes),
+                ("--idle-exit", self.idle_exit_seconds),
+            )
+        if self.cachestore == "off":
+            self.refuse_cache_flags("nothing is cached with --cachestore off")
+        if self.codec == "none":
+            self._refuse(
+                "--cache-codec none stores everything without loss",
+                ("--cache-min-quantize-tokens", self.cache_min_quantize_tokens),
+            )
+
+    @property
+    def codec(self) -> str:
+        return CACHE_CODEC_DEFAULT if self.cache_codec is None else self.cache_codec
+
+    @property
+    def min_quantize_tokens(self) -> int:
+        asked = self.cache_min_quantize_tokens
+        return MIN_QUANTIZE_TOKENS_DEFAULT if asked is None else asked
+
+    def refuse_cache_flags(self, reason: str) -> None:
+        """Raises ConfigError when the user said how to store what, for `reason`, is not stored."""
+        self._refuse(
+            reason,
+            ("--cache-codec", self.cache_codec),
+            ("--cache-min-quantize-tokens", self.cache_min_quantize_tokens),
+        )
+
+    def _refuse(self, reason: str, *flags: tuple[str, object]) -> None:
+        for flag, value in flags:
+            if value is not None:
+                raise ConfigError(f"{flag} would have no effect: {reason}; leave it out")
+
+    def steps(self, backend: str) -> PrefillStep:
+        """Prefill steps on this backend: "cpu", "metal" or "cuda". `prefill_step` replaces the
+        backend's idle one and bounds both."""
+        chosen = PREFILL_STEPS[backend]
+        if self.prefill_step is None:
+            return chosen
+        return PrefillStep(self.prefill_step, min(self.prefill_step, chosen.busy))

@@ -1,0 +1,37 @@
+"""Values of the engine's flags, as argparse reads them."""
+
+import argparse
+from collections.abc import Callable
+
+
+def whole(least: int, most: int = 2**32 - 1) -> Callable[[str], int]:
+    """Reads a number of this range; the requests that carry most of them have no larger one."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"{number} is not between {least} and {most}")
+        return number
+
+    return read
+
+
+def bias(text: str) -> tuple[int, float]:
+    """Reads TOKEN=X."""
+    token, _, value = text.partition("=")
+    try:
+        return whole(0)(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not TOKEN=X") from None
+
+
+def utf8(text: str) -> str:
+    """Bytes of the command line that are not UTF-8 arrive as surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError("not UTF-8") from None
+    return text

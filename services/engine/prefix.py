@@ -1,0 +1,325 @@
+"""The engine's side of the cachestore: lookups, copies and writes on helper threads.
+
+Nothing here can fail a request: whatever goes wrong is a miss, or a write that is dropped and
+counted. Helper threads run no MLX operation; what they find out is posted to the worker.
+
+    asking threads   lookup, which may wait for rows that others compute; record headers
+    copying threads  slab ─▶ buffers, renewal of the lease
+    writer thread    reserve, buffers ─▶ slab, commit, release: in the order they were given
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from cachestore.client import Client, Lease, MatchKind, StoreRefused, StoreUnavailable
+from cachestore.record import RecordError
+from engine import attach, config, pack
+from engine.attach import Attachment, Block
+from engine.kv.codec import CodecPolicy
+from engine.link import StoreLink
+from engine.pack import PackedRows
+
+log = logging.getLogger(__name__)
+
+# How long a lookup waits for writes of the same conversation that are still on their way.
+OWN_WRITES_SECONDS = 0.25
+
+
+class Receiver(Protocol):
+    """Where results go: the Core, on the worker thread."""
+
+    def looked_up(self, request_id: int, found: "Found | None") -> None: ...
+    def copied(self, request_id: int, valid: bool) -> None: ...
+    def stored(self, request_id: int, tokens: int) -> None: ...
+
+
+Post = Callable[[Callable[[Receiver], None]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The store's answer, under a lease that also tells others that the missing rows are being
+    computed. Rows [0, rows) of the request's tokens are held; without any there is no attachment.
+    """
+
+    client: Client
+    lease: Lease
+    attachment: Attachment | None
+
+    @property
+    def kind(self) -> MatchKind:
+        return self.lease.kind
+
+    @property
+    def rows(self) -> int:
+        return self.lease.rows
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixStatus:
+    """What GetModel and Stats show. `namespace` is empty while it is not known."""
+
+    codec: str
+    not_cached_reason: str
+    namespace: bytes
+    connected: bool
+    writes_committed: int
+    writes_dropped: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Write:
+    """Rows that end a sequence. `found`: under whose lease they are computed; `report`: the
+    request that waits for the outcome."""
+
+    tokens: tuple[int, ...]
+    packed: tuple[PackedRows, ...]
+    found: Found | None
+    report: int | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.packed)
+
+
+class Prefix:
+    """Made on the worker thread once the model's layout is known; without `link` or `policy`
+    every lookup is unanswered and nothing is written."""
+
+    def __init__(
+        self,
+        post: Post,
+        link: StoreLink | None = None,
+        policy: CodecPolicy | None = None,
+        label: str = "",
+        not_cached_reason: str = "",
+    ) -> None:
+        self._post = post
+        self._link = link if policy is not None else None
+        self._policy = policy
+        self._label = label
+        self._not_cached_reason = not_cached_reason
+        self._namespace = b""
+        # As many as may wait for rows that others compute. Threads are made when needed.
+        self._askers = ThreadPoolExecutor(config.QUEUE_REQUESTS_MAX, thread_name_prefix="store-ask")
+        self._copiers = ThreadPoolExecutor(2, thread_name_prefix="store-copy")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="store-write")
+        self._lock = threading.Lock()
+        self._pending: dict[_Write, Future[None]] = {}
+        self._committed = 0
+        self._dropped = 0
+
+    def identify(self, namespace: bytes) -> None:
+        """Begin to use the store: the content of the weights is known now. Any thread."""
+        self._namespace = namespace
+
+    @property
+    def status(self) -> PrefixStatus:
+        return PrefixStatus(
+            codec=self._policy.codec.name if self._policy is not None else "",
+            not_cached_reason=self._not_cached_reason,
+            namespace=self._namespace,
+            connected=self._link is not None and self._link.connected,
+            writes_committed=self._committed,
+            writes_dropped=self._dropped,
+        )
+
+    @property
+    def writes(self) -> bool:
+        """Whether rows given to `write` now have a chance to be stored."""
+        with self._lock:
+            backlog = sum(write.nbytes for write in self._pending)
+        return self._usable and backlog < config.WRITE_BACKLOG_BYTES_MAX
+
+    @property
+    def _usable(self) -> bool:
+        return self._link is not None and self._link.connected and bool(self._namespace)
+
+    # --- reading ---------------------------------------------------------------------------
+
+    def look_up(self, request_id: int, tokens: tuple[int, ...]) -> None:
+        """Find the longest usable prefix; posts `looked_up`.
+
+        While somebody, in this engine or another one, computes more of the same tokens, this
+        waits for those rows.
+        """
+        if not self._usable:
+            self._post(lambda core: core.looked_up(request_id, None))
+            return
+        self._askers.submit(self._look_up, request_id, tokens)
+
+    def _look_up(self, request_id: int, tokens: tuple[int, ...]) -> None:
+        found = None
+        try:
+            found = self._find(tokens)
+        except (StoreUnavailable, StoreRefused, RecordError) as error:
+            log.debug("lookup failed: %s", error)
+        except Exception:
+            log.exception("lookup failed")
+        self._post(lambda core: core.looked_up(request_id, found))
+
+    def _find(self, tokens: tuple[int, ...]) -> Found:
+        assert self._link is not None
+        assert self._policy is not None
+        self._await_own_writes(tokens)
+        with self._link.borrow() as client:
+            lease = client.lookup(
+                self._namespace,
+                _packed(tokens),
+                # At least one token is computed: its logits are what the reply begins with.
+                len(tokens) - 1,
+                announce=True,
+                wait_seconds=config.LOOKUP_WAIT_SECONDS,
+            )
+            self._link.hold(client, lease.id)
+            try:
+                sources = [
+                    attach.Source(client.record(span), span.first_row, span.rows)
+                    for span in lease.spans
+                ]
+                plan = attach.plan(self._policy, sources) if sources else None
+                return Found(client, lease, plan)
+            except Exception:
+                self._link.drop(lease.id)
+                raise
+
+    def _await_own_writes(self, tokens: tuple[int, ...]) -> None:
+        """A client that goes on from a reply at once must find its rows."""
+        with self._lock:
+            pending = list(self._pending.items())
+        wait(
+            [done for w, done in pending if tokens[: len(w.tokens)] == w.tokens], OWN_WRITES_SECONDS
+        )
+
+    def copy(self, request_id: int, found: Found, block: Block, last: bool) -> None:
+        """Fill an allocated block; posts `copied`. With the last one the lease is renewed, which
+        tells whether the rows were there all the while."""
+        self._copiers.submit(self._copy, request_id, found, block, last)
+
+    def _copy(self, request_id: int, found: Found, block: Block, last: bool) -> None:
+        valid = False
+        try:
+            block.copy()
+            valid = not last or found.client.renew([found.lease.id]) == [True]
+        except (StoreUnavailable, StoreRefused) as error:
+            log.debug("renewal failed: %s", error)
+        except Exception:
+            log.exception("copying rows failed")
+        self._post(lambda core: core.copied(request_id, valid))
+
+    def release(self, found: Found) -> None:
+        """End the lease, after the writes that were given before."""
+        assert self._link is not None
+        self._writer.submit(self._link.drop, found.lease.id)
+
+    def give_up(self, found: Found | None) -> None:
+        """A row will store nothing: end its lease now, for others may wait for its rows."""
+        if self._link is None:
+            return
+        self._count_write(False)
+        if found is not None:
+            self.release(found)
+
+    # --- writing ---------------------------------------------------------------------------
+
+    def is_settled(self, path_tokens: int) -> bool:
+        """Whether all longer paths are stored in the same codec as one of this length."""
+        assert self._policy is not None
+        return self._policy.codec_for(path_tokens) is self._policy.codec
+
+    def pack(
+        self, path_tokens: int, rows: list[tuple[mx.array, mx.array]], first: int
+    ) -> PackedRows:
+        """Encode rows [first, ...) of a path of this length, on the worker thread.
+
+        They are encoded before this returns, and no reference to `rows` is kept.
+        """
+        assert self._policy is not None
+        return pack.pack(self._policy.codec_for(path_tokens), rows, first)
+
+    def write(
+        self,
+        tokens: tuple[int, ...],
+        packed: Sequence[PackedRows],
+        found: Found | None,
+        report: int | None,
+    ) -> None:
+        """Store the packed rows, which are the last ones of this sequence.
+
+        With `report`, posts `stored` for that request.
+        """
+        write = _Write(tokens, tuple(packed), found, report)
+        with self._lock:
+            self._pending[write] = self._writer.submit(self._write, write)
+
+    def _write(self, write: "_Write") -> None:
+        stored = False
+        try:
+            self._store(write)
+            stored = True
+        except (StoreUnavailable, StoreRefused) as error:
+            log.info("rows not stored: %s", error)
+        except Exception:
+            log.exception("rows not stored")
+        with self._lock:
+            self._pending.pop(write, None)
+        if stored:
+            self._count_write(True)
+        else:
+            self.give_up(write.found)
+        if write.report is not None:
+            request_id = write.report
+            held = len(write.tokens) if stored else write.packed[0].first_token
+            self._post(lambda core: core.stored(request_id, held))
+
+    def _store(self, write: "_Write") -> None:
+        assert self._link is not None
+        codec = write.packed[0].codec
+        with self._link.borrow() as client:
+            # Rows before the first came from the store or are on their way to it: when it lacks
+            # them, this is refused. They are never encoded a second time.
+            reservation = client.reserve(
+                self._namespace,
+                _packed(write.tokens),
+                write.packed[0].first_token,
+                codec.record_overhead_bytes,
+                codec.row_bytes,
+                self._label,
+            )
+            try:
+                written = [
+                    pack.write(write.packed, piece.first_token, piece.rows, client.extent(piece))
+                    for piece in reservation.pieces
+                ]
+            except BaseException:
+                client.abort(reservation.id)
+                raise
+            client.commit(reservation.id, written)
+
+    def _count_write(self, stored: bool) -> None:
+        with self._lock:
+            self._committed += stored
+            self._dropped += not stored
+
+    def drain(self) -> None:
+        """Wait until the writes and releases given before are done."""
+        self._writer.submit(lambda: None).result()
+
+    def close(self) -> None:
+        """Finish what was given to be copied, then end the session, and with it every wait."""
+        self._copiers.shutdown()
+        self._writer.shutdown()
+        if self._link is not None:
+            self._link.close()
+        self._askers.shutdown()
+
+
+def _packed(tokens: tuple[int, ...]) -> bytes:
+    return np.asarray(tokens, dtype="<u4").tobytes()

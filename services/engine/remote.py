@@ -1,0 +1,104 @@
+"""A running engine as its command-line clients see it, and starting one for them. No MLX."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import grpc
+
+from engine import config
+from engine.v1 import engine_pb2 as pb
+from engine.v1 import engine_pb2_grpc
+
+_POLL_SECONDS = 0.05
+_OPTIONS = (
+    ("grpc.max_send_message_length", config.MESSAGE_BYTES_MAX),
+    ("grpc.max_receive_message_length", config.MESSAGE_BYTES_MAX),
+    # A new connection must not inherit the back-off of one whose engine was restarted.
+    ("grpc.use_local_subchannel_pool", 1),
+    # http_proxy would have a say even for a loopback address.
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+class EngineAway(Exception):
+    """No engine answers, or it ended while starting; one line that says what to do."""
+
+
+@contextlib.contextmanager
+def connect(listen: config.Listen) -> Iterator[engine_pb2_grpc.EngineStub]:
+    """A stub for the engine at this address. Nothing is sent yet."""
+    with grpc.insecure_channel(listen.target, _OPTIONS) as channel:
+        yield engine_pb2_grpc.EngineStub(channel)
+
+
+def model_of(listen: config.Listen, timeout_seconds: float = 5.0) -> pb.GetModelResponse | None:
+    """What the engine at this address serves; None when none answers."""
+    with connect(listen) as stub:
+        try:
+            return stub.GetModel(pb.GetModelRequest(), timeout=timeout_seconds)
+        except grpc.RpcError:
+            return None
+
+
+class EngineProcess:
+    """An `engine serve` that was started here and is ended here."""
+
+    def __init__(
+        self,
+        listen: config.Listen,
+        arguments: list[str],
+        output: IO[bytes] | int | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        """Start it; `wait_ready` tells when it serves. Its log goes to `output` (None: ours)."""
+        self.listen = listen
+        # -P: what lies in the working directory is data, as for an installed command.
+        command = [sys.executable, "-P", "-m", "engine"]
+        command += ["serve", "--listen", str(listen), *arguments]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **(environment or {})},
+            # Ctrl-C at the terminal is for us; who starts an engine ends it.
+            process_group=0,
+        )
+
+    def wait_ready(self, timeout_seconds: float = 900.0) -> pb.GetModelResponse:
+        """Wait until it serves; raises EngineAway when it ends before or takes too long."""
+        deadline = time.monotonic() + timeout_seconds
+        while time.monotonic() < deadline:
+            code = self.process.poll()
+            if code is not None:
+                raise EngineAway(f"the engine ended with exit code {code} while starting")
+            if _exists(self.listen):
+                found = model_of(self.listen)
+                if found is not None:
+                    return found
+            time.sleep(_POLL_SECONDS)
+        raise EngineAway(f"the engine does not serve after {timeout_seconds:.0f} s")
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self, timeout_seconds: float = 30.0) -> int:
+        """SIGTERM, and SIGKILL if that is not enough; its exit code."""
+        self.process.terminate()
+        try:
+            return self.process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+
+def _exists(listen: config.Listen) -> bool:
+    return listen.unix_path is None or Path(listen.unix_path).exists()

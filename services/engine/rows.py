@@ -1,0 +1,93 @@
+"""What the core keeps of each request, and counts of all."""
+
+import enum
+from dataclasses import dataclass, field
+
+from engine.output import Output
+from engine.pack import PackedRows
+from engine.penalties import Penalizer
+from engine.prefix import Found
+from engine.request import Request, Sink
+from engine.sampling import Sampler
+from engine.stopwatch import Stopwatch
+
+
+class State(enum.Enum):
+    LOOKUP = "lookup"
+    QUEUED = "queued"
+    ATTACHING = "attaching"
+    RUNNING = "running"
+    # Its reply is over; it stays in the batch until its rows are packed.
+    LEAVING = "leaving"
+    # Warm only: its rows are with the writer.
+    STORING = "storing"
+
+
+@dataclass(slots=True)
+class Row:
+    """One request on its way.
+
+    [0, cached)             came from the store
+    [cached, packed_to)     packed: stored, or on their way there
+    [packed_to, ...)        only in the batch
+
+    `packed` are the last of the packed rows: those that no write has taken yet.
+    """
+
+    id: int
+    request: Request
+    sink: Sink
+    output: Output
+    watch: Stopwatch
+    state: State = State.LOOKUP
+    # None: the cachestore gave no usable answer.
+    found: Found | None = None
+    # Blocks of found.attachment that are decoded.
+    blocks: int = 0
+    uid: int | None = None
+    sampler: Sampler | None = None
+    penalizer: Penalizer | None = None
+    cached: int = 0
+    packed_to: int = 0
+    packed: list[PackedRows] = field(default_factory=list)
+    # Length of the path that they are packed for: all of one write have one codec.
+    path_rows: int = 0
+    # Rows that a leaving row has to store; later ones in the batch mean nothing.
+    rows_final: int | None = None
+    first_token_sent: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its last event was sent."""
+        return self.state is State.LEAVING and not self.request.warm
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the row's latest token means nothing, if it does not."""
+        choosing = (self.penalizer, self.sampler)
+        return next((part.failure for part in choosing if part and part.failure), None)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Prompt and reply so far."""
+        return (*self.request.tokens, *self.output.tokens)
+
+
+@dataclass(slots=True)
+class Counters:
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prefilled_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """Requests in each stage now."""
+
+    queued: int
+    prefilling: int
+    decoding: int

@@ -1,0 +1,129 @@
+"""How a loaded model may run in the batch: measured, not looked up by name.
+
+Some architectures are silently wrong when unequal prompts are padded in one batch, and some
+cannot be batched at all (docs/architecture.md). At load a pair of unequal prompts goes through
+the batch in each mode and is compared with the same prompts alone.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from engine.batch import Batch, BatchMode, BatchShape
+from engine.config import PrefillStep
+
+log = logging.getLogger(__name__)
+
+# Unequal, longer than the chunk, and no multiple of it: padding on both sides occurs.
+_PROMPT_TOKENS = (21, 10)
+_CHUNK = PrefillStep(idle=8, busy=8)
+# The short prompt decodes first; its last tokens come beside the long one, padded.
+_REPLY_TOKENS = 6
+
+
+class SelfCheckFailed(RuntimeError):
+    """The model gives other results in the batch than alone, even one row at a time."""
+
+
+def choose_mode(model: Any, vocabulary_tokens: int) -> BatchMode:
+    """The first mode in which the batch agrees with single requests; SelfCheckFailed if none."""
+    prompts = _prompts(vocabulary_tokens)
+    alone = [_alone(model, prompt) for prompt in prompts]
+    for mode in BatchMode:
+        try:
+            distance = _distance(model, mode, prompts, alone)
+        except Exception as error:
+            # Refused by mlx-lm (a cache without merge) or by the model (a vector offset).
+            log.info("batch mode %s: %s: %s", mode.value, type(error).__name__, error)
+            continue
+        log.debug("batch mode %s: distance %.2g", mode.value, distance)
+        if distance <= 1.0:
+            return mode
+    raise SelfCheckFailed(
+        "--model: this architecture gives other results through mlx-lm's batch generator than "
+        "alone, in every batch mode; it cannot be served"
+    )
+
+
+def _prompts(vocabulary_tokens: int) -> list[tuple[int, ...]]:
+    draw = np.random.default_rng(0)
+    return [tuple(draw.integers(0, vocabulary_tokens, n).tolist()) for n in _PROMPT_TOKENS]
+
+
+def _alone(model: Any, prompt: Sequence[int]) -> list[tuple[int, np.ndarray[Any, Any]]]:
+    """Greedy reply of mlx-lm's model and caches used directly: tokens and log-probabilities."""
+    caches = make_prompt_cache(model)
+    fed = list(prompt)
+    reply = []
+    for _ in range(_REPLY_TOKENS):
+        logits = model(mx.array([fed]), cache=caches)[0, -1].astype(mx.float32)
+        logprobs = np.array(logits - mx.logsumexp(logits))
+        token = int(logprobs.argmax())
+        reply.append((token, logprobs))
+        fed = [token]
+    return reply
+
+
+def _distance(
+    model: Any,
+    mode: BatchMode,
+    prompts: list[tuple[int, ...]],
+    alone: list[list[tuple[int, np.ndarray[Any, Any]]]],
+) -> float:
+    """Largest difference of log-probabilities, in units of what float noise may explain; infinite
+    when there are differences that are no number."""
+    groups = [[n] for n in range(len(prompts))]
+    if mode is not BatchMode.ONE_ROW:
+        groups = [list(range(len(prompts)))]
+    worst = 0.0
+    for group in groups:
+        shape = BatchShape(mode, rows_max=len(group), step=_CHUNK)
+        replies = _batched(model, shape, [prompts[n] for n in group])
+        for n, reply in zip(group, replies, strict=True):
+            for (token, logprobs), (expected_token, expected) in zip(reply, alone[n], strict=True):
+                worst = max(worst, _difference(logprobs, expected) / _noise(model, expected))
+                if token != expected_token:
+                    break  # from here on the two are fed different tokens
+    return worst
+
+
+def _batched(
+    model: Any, shape: BatchShape, prompts: list[tuple[int, ...]]
+) -> list[list[tuple[int, np.ndarray[Any, Any]]]]:
+    batch = Batch(model, shape)
+    try:
+        uids = [batch.insert(prompt, None, 0, None) for prompt in prompts]
+        replies: dict[int, list[tuple[int, np.ndarray[Any, Any]]]] = {uid: [] for uid in uids}
+        while any(len(reply) < _REPLY_TOKENS for reply in replies.values()):
+            for token in batch.step().tokens:
+                if len(replies[token.uid]) < _REPLY_TOKENS:
+                    logprobs = np.array(token.logprobs.astype(mx.float32))
+                    replies[token.uid].append((token.token, logprobs))
+        return [replies[uid] for uid in uids]
+    finally:
+        batch.close()
+
+
+def _difference(logprobs: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float:
+    # Some models mask a part of their vocabulary: those are equal though they are infinite.
+    unequal = logprobs != expected
+    largest = np.abs(logprobs[unequal] - expected[unequal]).max(initial=0.0)
+    return float(largest) if np.isfinite(largest) else float("inf")
+
+
+def _noise(model: Any, logprobs: np.ndarray[Any, Any]) -> float:
+    """Differences up to this come from the order of additions, not from wrong masks."""
+    finite = logprobs[np.isfinite(logprobs)]
+    spread = float(finite.max() - finite.min()) if finite.size else 0.0
+    precise = all(p.dtype in (mx.float32, mx.uint32) for p in _weights(model))
+    return 1e-3 + (1e-4 if precise else 3e-2) * spread
+
+
+def _weights(model: Any) -> list[mx.array]:
+    leaves: Any = tree_flatten(model.parameters())
+    return [array for _, array in leaves]

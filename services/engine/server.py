@@ -1,0 +1,288 @@
+"""The engine's process: wires the parts, serves until a signal or the worker's death."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from cachestore import client as cachestore_client
+from cachestore import endpoint, record
+from cachestore.client import StoreRefused, StoreUnavailable
+from engine import backend, binding, config, identity, model, selfcheck, signals
+from engine.batch import BatchMode, BatchShape, Token
+from engine.config import ConfigError, EngineConfig
+from engine.core import Core
+from engine.folders import cache_folder
+from engine.kv.codec import CodecPolicy
+from engine.kv.kinds import NotCacheable
+from engine.kv.layout import probe
+from engine.link import StoreLink
+from engine.model import LoadedModel, ModelSpec
+from engine.prefix import Prefix
+from engine.request import ModelLimits
+from engine.scheduler import Scheduler
+from engine.service import EngineService, ServedModel
+from engine.tokenizer import Detokenizer, PromptEncoder
+from engine.v1 import engine_pb2, engine_pb2_grpc
+from engine.worker import Worker
+
+log = logging.getLogger(__name__)
+
+DRAIN_SECONDS = 10.0
+SERVICE_NAME = engine_pb2.DESCRIPTOR.services_by_name["Engine"].full_name
+
+
+@dataclass
+class Engine:
+    """The parts of one engine that outlive a request. `start` loads; `served` is set by then."""
+
+    settings: EngineConfig
+    # As Core.observe.
+    observe: Callable[[int, Token], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.link = _link(self.settings)
+        self.worker = Worker(self._make_core)
+        self.served: ServedModel | None = None
+        self.prefix: Prefix | None = None
+
+    def start(self) -> None:
+        """Load the model, then reach the cachestore: one that is not used must not be started.
+
+        Raises what loading raised: BackendError, ConfigError, ModelError, CodecError,
+        SelfCheckFailed.
+        """
+        self.worker.start()
+        self.worker.ready.result()
+        assert self.prefix is not None
+        if self.link is not None and not self.prefix.status.not_cached_reason:
+            self.link.start()
+            _compare_budget(self.link, self.settings.cachestore_budget_bytes)
+
+    def stop(self) -> None:
+        """Idempotent. Running requests fail with UNAVAILABLE; given writes are finished."""
+        self.worker.stop()
+        if self.prefix is not None:
+            self.prefix.close()
+        if self.link is not None:
+            self.link.close()
+
+    def _make_core(self) -> Core:
+        """On the worker thread."""
+        device = backend.describe()
+        limits = backend.memory_limits(device, self.settings.wired_limit_bytes)
+        backend.apply_memory_limits(limits)
+        began = time.monotonic()
+        loaded = model.load(ModelSpec(self.settings.model, self.settings.adapter), device)
+        mode = selfcheck.choose_mode(loaded.model, loaded.vocabulary_tokens)
+        rows_max = self._rows_max(mode)
+        steps = self.settings.steps(device.name)
+        self.prefix = self._make_prefix(loaded)
+        self.served = ServedModel(
+            name=loaded.name,
+            architecture=loaded.architecture,
+            dtype=loaded.dtype,
+            backend=device.name,
+            batch_mode=mode.value,
+            limits=ModelLimits(
+                loaded.context_tokens,
+                loaded.vocabulary_tokens,
+                frozenset(loaded.eos_token_ids),
+            ),
+            encoder=PromptEncoder(loaded.tokenizer, loaded.vocabulary_tokens),
+        )
+        log.info(
+            "%s (%s, %s) on %s, %s, ready in %.1f s",
+            loaded.name,
+            loaded.architecture,
+            loaded.dtype,
+            device.device_name,
+            mode.value,
+            time.monotonic() - began,
+        )
+        return Core(
+            model=loaded.model,
+            shape=BatchShape(mode, rows_max, steps, self.settings.wired_limit_bytes),
+            scheduler=Scheduler(rows_max, mode is BatchMode.BATCHED, steps.idle),
+            prefix=self.prefix,
+            new_detokenizer=lambda: Detokenizer(loaded.tokenizer),
+            observe=self.observe,
+        )
+
+    def _rows_max(self, mode: BatchMode) -> int:
+        asked = self.settings.max_batch
+        if mode is not BatchMode.ONE_ROW:
+            return asked or config.MAX_BATCH_DEFAULT
+        if asked is not None and asked > 1:
+            raise ConfigError(
+                f"--max-batch {asked}: this model runs one request at a time "
+                "(docs/architecture.md); give 1, or leave it out"
+            )
+        return 1
+
+    def _make_prefix(self, loaded: LoadedModel) -> Prefix:
+        try:
+            layout = probe(loaded.model)
+        except NotCacheable as error:
+            self.settings.refuse_cache_flags(f"this model is not cached ({error})")
+            log.warning("not cached: %s", error)
+            return Prefix(self.worker.post, self.link, not_cached_reason=str(error))
+        policy = CodecPolicy.of(
+            layout,
+            self.settings.codec,
+            min_quantize_tokens=self.settings.min_quantize_tokens,
+            explicit=self.settings.cache_codec is not None,
+        )
+        if self.link is None:
+            return Prefix(self.worker.post, not_cached_reason="--cachestore off")
+        for note in policy.codec.notes():
+            log.warning("--cache-codec %s: %s", policy.codec.name, note)
+        prefix = Prefix(self.worker.post, self.link, policy, identity.label(loaded.name))
+        # Hashing takes long the first time; until it is done the store is not used.
+        threading.Thread(
+            target=_identify, args=(prefix, loaded, policy), name="identity", daemon=True
+        ).start()
+        return prefix
+
+
+def _identify(prefix: Prefix, loaded: LoadedModel, policy: CodecPolicy) -> None:
+    remembered = cache_folder() / identity.MEMORY_FILE
+    try:
+        digest = identity.weights_digest(loaded.files, remembered)
+        parts = identity.NamespaceParts(
+            weights_digest=digest,
+            architecture=loaded.config,
+            dtype=loaded.dtype,
+            dequantized=loaded.dequantized,
+            cache=policy.codec.layout.describe(),
+            codec=policy.describe(),
+            mlx_lm_version=metadata.version("mlx-lm"),
+            record_version=record.VERSION,
+        )
+        prefix.identify(identity.namespace(parts))
+    except (identity.IdentityError, OSError, TypeError, ValueError) as error:
+        log.error("nothing is cached: the model's content cannot be identified: %s", error)
+
+
+def _link(settings: EngineConfig) -> StoreLink | None:
+    match settings.cachestore:
+        case "off":
+            return None
+        case "auto":
+            path = endpoint.cachestore_socket()
+            return StoreLink(path, lambda cancelled: _spawn(path, settings, cancelled))
+        case text:
+            path = endpoint.socket_path(
+                text.removeprefix("unix:"), flag="--cachestore", suffix=endpoint.SESSION_SUFFIX
+            )
+            return StoreLink(path, None)
+
+
+def _spawn(path: Path, settings: EngineConfig, cancelled: threading.Event) -> None:
+    log.info("starting a cachestore at %s", path)
+    budget_bytes = settings.cachestore_budget_bytes
+    cachestore_client.spawn(
+        path,
+        None if budget_bytes is None else str(budget_bytes),
+        settings.idle_exit_seconds or config.IDLE_EXIT_SECONDS_DEFAULT,
+        path.with_name("cachestore.log"),
+        cancelled,
+    )
+
+
+def _compare_budget(link: StoreLink, asked_bytes: int | None) -> None:
+    if asked_bytes is None:
+        return
+    with contextlib.suppress(StoreUnavailable, StoreRefused), link.borrow() as client:
+        stats = client.stats()
+        if stats.bytes_budget != asked_bytes:
+            log.warning(
+                "--cachestore-budget %d has no effect: the cachestore that runs already "
+                "(process %d) has a budget of %d bytes; end it to start one with another",
+                asked_bytes,
+                stats.pid,
+                stats.bytes_budget,
+            )
+
+
+@contextlib.contextmanager
+def _stopped_at_the_end(engine: Engine) -> Iterator[None]:
+    try:
+        yield
+    except signals.Interrupted:
+        raise  # to stop is to wait for the thread that loads
+    except BaseException:
+        engine.stop()
+        raise
+    engine.stop()
+
+
+def run(settings: EngineConfig) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code, which is not 0 when the worker died.
+
+    Raises Interrupted, with the worker still running, when a signal comes before it serves.
+    """
+    with binding.reserved(settings.listen):
+        engine = Engine(settings)
+        with _stopped_at_the_end(engine):
+            engine.start()
+            return asyncio.run(_serve(engine))
+
+
+async def _serve(engine: Engine) -> int:
+    assert engine.served is not None
+    assert engine.prefix is not None
+    prefix = engine.prefix
+    service = EngineService(engine.served, engine.worker, lambda: prefix.status)
+    checks = health.aio.HealthServicer()
+    server = grpc.aio.server(
+        options=[
+            ("grpc.max_receive_message_length", config.MESSAGE_BYTES_MAX),
+            ("grpc.max_send_message_length", config.MESSAGE_BYTES_MAX),
+            ("grpc.so_reuseport", 0),
+            ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+        ]
+    )
+    engine_pb2_grpc.add_EngineServicer_to_server(service, server)
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    address = binding.bind(server, engine.settings.listen)
+    await server.start()
+    for name in ("", SERVICE_NAME):
+        await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
+    log.info("serving on %s", address)
+    died = await _until_signal_or_death(engine.worker)
+    await checks.enter_graceful_shutdown()
+    if not died:
+        await service.drain(DRAIN_SECONDS)
+    # The worker first: every stream that still runs gets its status before the server goes.
+    await asyncio.to_thread(engine.stop)
+    await server.stop(grace=1.0)
+    service.close()
+    return 1 if died else 0
+
+
+async def _until_signal_or_death(worker: Worker) -> bool:
+    """True when the worker died."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+
+    def end(number: int) -> None:
+        if stop.is_set():
+            os._exit(signals.exit_code(number))  # whoever asks again does not want to wait
+        stop.set()
+
+    for number in signals.ENDING:
+        loop.add_signal_handler(number, end, number)
+    worker.ended.add_done_callback(lambda _: loop.call_soon_threadsafe(stop.set))
+    await stop.wait()
+    return worker.ended.done()

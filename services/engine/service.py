@@ -1,0 +1,270 @@
+"""engine.v1.Engine on asyncio: checks requests, hands them to the worker, streams what comes back.
+
+No MLX here. Encoding runs on a thread of its own: a long prompt must not stall other streams.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import grpc
+
+from cachestore.client import MatchKind
+from engine import __version__, config
+from engine.prefix import PrefixStatus
+from engine.request import (
+    Delta,
+    Done,
+    Event,
+    Failed,
+    FinishReason,
+    InvalidRequest,
+    ModelLimits,
+    Request,
+    Timing,
+    TokenLogprobs,
+    Usage,
+    check_prompt,
+    request_from,
+)
+from engine.tokenizer import PromptEncoder
+from engine.v1 import engine_pb2 as pb
+from engine.v1 import engine_pb2_grpc
+from engine.worker import Worker, WorkerOver
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_MATCHES = {
+    MatchKind.EXACT: pb.CACHE_MATCH_EXACT,
+    MatchKind.SUPERSEQUENCE: pb.CACHE_MATCH_SUPERSEQUENCE,
+    MatchKind.PREFIX: pb.CACHE_MATCH_PREFIX,
+    MatchKind.LCP: pb.CACHE_MATCH_LCP,
+    MatchKind.MISS: pb.CACHE_MATCH_MISS,
+    None: pb.CACHE_MATCH_UNAVAILABLE,
+}
+_REASONS = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What is served, as plain data: everything that handlers need of the loaded model."""
+
+    name: str
+    architecture: str
+    dtype: str
+    backend: str
+    batch_mode: str
+    limits: ModelLimits
+    encoder: PromptEncoder
+
+
+class EngineService(engine_pb2_grpc.EngineServicer):
+    """One per process. `prefix` tells the state of the cachestore at any time."""
+
+    def __init__(
+        self, served: ServedModel, worker: Worker, prefix: Callable[[], PrefixStatus]
+    ) -> None:
+        self._served = served
+        self._worker = worker
+        self._prefix = prefix
+        self._ids = itertools.count(1)
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+        self._started = time.monotonic()
+        self._encoding = ThreadPoolExecutor(1, thread_name_prefix="encode")
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        tokens = await self._encode(request.model, request.prompt, context)
+        try:
+            checked = request_from(request, tokens, self._served.limits)
+        except InvalidRequest as error:
+            await _abort(context, error)
+        async with contextlib.aclosing(self._run(checked, context)) as events:
+            async for event in events:
+                yield _generated(event)
+
+    async def Warm(self, request: pb.WarmRequest, context: Context) -> pb.WarmResponse:
+        tokens = await self._encode(request.model, request.prompt, context)
+        try:
+            check_prompt(tokens, self._served.limits)
+        except InvalidRequest as error:
+            await _abort(context, error)
+        checked = Request(tuple(tokens), max_tokens=1, warm=True)
+        async with contextlib.aclosing(self._run(checked, context)) as events:
+            async for event in events:
+                if isinstance(event, Done):
+                    return pb.WarmResponse(
+                        usage=_usage(event.usage),
+                        timing=_timing(event.timing),
+                        stored_tokens=event.stored_tokens,
+                    )
+        raise AssertionError("a request ended without Done or Failed")
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        tokens = await self._encode(request.model, request.prompt, context)
+        return pb.TokenizeResponse(token_ids=tokens)
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
+        served, prefix = self._served, self._prefix()
+        return pb.GetModelResponse(
+            name=served.name,
+            architecture=served.architecture,
+            context_tokens=served.limits.context_tokens,
+            vocabulary_tokens=served.limits.vocabulary_tokens,
+            eos_token_ids=sorted(served.limits.eos_token_ids),
+            dtype=served.dtype,
+            backend=served.backend,
+            batch_mode=served.batch_mode,
+            cache_codec=prefix.codec,
+            not_cached_reason=prefix.not_cached_reason,
+            namespace=prefix.namespace,
+        )
+
+    async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
+        try:
+            snapshot = await asyncio.wrap_future(self._worker.snapshot())
+        except WorkerOver as over:
+            await context.abort(over.failed.code, over.failed.message)
+        occupancy, counters, prefix = snapshot.occupancy, snapshot.counters, self._prefix()
+        return pb.StatsResponse(
+            version=__version__,
+            pid=os.getpid(),
+            uptime_seconds=time.monotonic() - self._started,
+            queued=occupancy.queued,
+            prefilling=occupancy.prefilling,
+            decoding=occupancy.decoding,
+            finished=counters.finished,
+            cancelled=counters.cancelled,
+            failed=counters.failed,
+            prompt_tokens=counters.prompt_tokens,
+            cached_tokens=counters.cached_tokens,
+            prefilled_tokens=counters.prefilled_tokens,
+            completion_tokens=counters.completion_tokens,
+            cachestore_connected=prefix.connected,
+            writes_committed=prefix.writes_committed,
+            writes_dropped=prefix.writes_dropped,
+            mlx_active_bytes=snapshot.active_bytes,
+            mlx_peak_bytes=snapshot.peak_bytes,
+        )
+
+    async def drain(self, seconds: float) -> None:
+        """Refuse new requests; wait at most this long for the running ones."""
+        self._draining = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), seconds)
+
+    def close(self) -> None:
+        self._encoding.shutdown()
+
+    async def _encode(self, model: str, prompt: pb.Prompt, context: Context) -> list[int]:
+        if model and model != self._served.name:
+            message = f"model: {model!r} is not served here; {self._served.name!r} is"
+            await context.abort(grpc.StatusCode.NOT_FOUND, message)
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._encoding, self._encode_prompt, prompt)
+        except ValueError as error:
+            await _abort(context, InvalidRequest(str(error)))
+
+    def _encode_prompt(self, prompt: pb.Prompt) -> list[int]:
+        encoder = self._served.encoder
+        match prompt.WhichOneof("input"):
+            case "text":
+                return encoder.encode_text(prompt.text)
+            case "chat":
+                messages = [{"role": m.role, "content": m.content} for m in prompt.chat.messages]
+                return encoder.encode_chat(messages)
+            case "token_ids":
+                return encoder.encode_ids(prompt.token_ids.ids)
+        raise ValueError("prompt: empty; set text, chat or token_ids")
+
+    async def _run(self, request: Request, context: Context) -> AsyncGenerator[Delta | Done, None]:
+        """The events of a request. Ending the iteration early cancels it."""
+        if self._draining:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is stopping")
+        if self._running >= config.QUEUE_REQUESTS_MAX:
+            message = f"{self._running} requests are running or queued already; try again later"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[Event] = asyncio.Queue()
+
+        def sink(event: Event) -> None:
+            # The loop is closed only after a stop that waited for this request long enough.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        request_id = next(self._ids)
+        event: Event | None = None
+        self._running += 1
+        self._idle.clear()
+        try:
+            self._worker.submit(request_id, request, sink)
+            while not isinstance(event, Done):
+                event = await events.get()
+                if isinstance(event, Failed):
+                    await context.abort(event.code, event.message)
+                yield event
+        finally:
+            if not isinstance(event, Done | Failed):
+                self._worker.cancel(request_id)
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+
+
+async def _abort(context: Context, error: InvalidRequest) -> NoReturn:
+    await context.abort(error.code, str(error))
+    raise AssertionError("abort raises")
+
+
+def _generated(event: Delta | Done) -> pb.GenerateResponse:
+    if isinstance(event, Delta):
+        logprobs = [_logprobs(token) for token in event.logprobs]
+        return pb.GenerateResponse(
+            delta=pb.Delta(text=event.text, token_ids=event.token_ids, logprobs=logprobs)
+        )
+    return pb.GenerateResponse(
+        done=pb.Done(
+            finish_reason=_REASONS[event.reason],
+            stop=event.stop,
+            usage=_usage(event.usage),
+            timing=_timing(event.timing),
+        )
+    )
+
+
+def _logprobs(token: TokenLogprobs) -> pb.TokenLogprobs:
+    top = [pb.Alternative(token_id=other.token, logprob=other.logprob) for other in token.top]
+    return pb.TokenLogprobs(logprob=token.logprob, top=top)
+
+
+def _usage(usage: Usage) -> pb.Usage:
+    return pb.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        completion_tokens=usage.completion_tokens,
+        match=_MATCHES[usage.match],
+    )
+
+
+def _timing(timing: Timing) -> pb.Timing:
+    return pb.Timing(
+        queue_ms=timing.queue_ms,
+        lookup_ms=timing.lookup_ms,
+        attach_ms=timing.attach_ms,
+        prefill_ms=timing.prefill_ms,
+        decode_ms=timing.decode_ms,
+    )

@@ -1,0 +1,153 @@
+"""Text to token ids and back, without MLX: used by handlers and by the worker."""
+
+import contextlib
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# What a decoder writes for bytes that are not (yet) a character.
+REPLACEMENT = "\ufffd"
+# A character has at most four bytes; what is longer incomplete is no character.
+HELD_TOKENS_MAX = 16
+
+
+class PromptEncoder:
+    """Encodes prompts exactly as the model is fed. Takes mlx-lm's TokenizerWrapper; may be used
+    from several threads: fast tokenizers only read while they encode, others take turns."""
+
+    def __init__(self, tokenizer: Any, vocabulary_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary_tokens = vocabulary_tokens
+        self._turn: contextlib.AbstractContextManager[object] = threading.Lock()
+        if tokenizer.is_fast:
+            # Settings in tokenizer.json that would cut or pad, and be switched at each call.
+            tokenizer.backend_tokenizer.no_truncation()
+            tokenizer.backend_tokenizer.no_padding()
+            self._turn = contextlib.nullcontext()
+
+    def encode_text(self, text: str) -> list[int]:
+        """At least one id, each with an embedding, as of every method here; they raise ValueError
+        naming the field at fault."""
+        # A prompt copied with its BOS must not get another.
+        bos = self._tokenizer.bos_token
+        has_bos = bos is not None and text.startswith(bos)
+        if not text:
+            raise ValueError("prompt.text: empty")
+        with self._turn:
+            ids = self._tokenizer.encode(text, add_special_tokens=not has_bos)
+        return self._checked("prompt.text", ids)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Messages have "role" and "content", as chat templates take them."""
+        if not self._tokenizer.has_chat_template:
+            raise ValueError("prompt.chat: the model has no chat template; use prompt.text")
+        if not messages:
+            raise ValueError("prompt.chat.messages: empty")
+        for index, message in enumerate(messages):
+            if not message.get("role"):
+                raise ValueError(f"prompt.chat.messages[{index}].role: empty")
+        try:
+            with self._turn:
+                ids = self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages], add_generation_prompt=True
+                )
+        except Exception as error:  # A template is a program of the model's author.
+            raise ValueError(
+                f"prompt.chat.messages: the model's chat template refuses them: {error}"
+            ) from error
+        return self._checked("prompt.chat", ids)
+
+    def encode_ids(self, ids: Sequence[int]) -> list[int]:
+        return self._checked("prompt.token_ids.ids", ids)
+
+    def _checked(self, field: str, ids: Sequence[int]) -> list[int]:
+        if not ids:
+            raise ValueError(f"{field}: empty, but at least one token is needed")
+        wrong = max(ids) if min(ids) >= 0 else min(ids)
+        if not 0 <= wrong < self._vocabulary_tokens:
+            raise ValueError(
+                f"{field}: {wrong} is outside the vocabulary of {self._vocabulary_tokens} tokens"
+            )
+        return list(ids)
+
+
+class Detokenizer:
+    """The text of one reply, token by token: the pieces joined are its decoded tokens.
+
+    A piece never ends within a character. Decoders drop a space here or add one there at the
+    beginning, so a few tokens that were shown are decoded again with the new ones.
+
+        tokens  ... | shown, decoded again | new |
+                    ^ _start               ^ _shown
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._start = 0
+        self._shown = 0
+
+    def push(self, token: int) -> str:
+        """New text; empty while a character is incomplete."""
+        self._tokens.append(token)
+        text = self._new_text()
+        if text.endswith(REPLACEMENT) and len(self._tokens) - self._shown < HELD_TOKENS_MAX:
+            return ""
+        if text:
+            self._start, self._shown = self._shown, len(self._tokens)
+        return text
+
+    def flush(self) -> str:
+        """What an unfinished character held back."""
+        text = self._new_text()
+        self._start = self._shown = len(self._tokens)
+        return text
+
+    def _new_text(self) -> str:
+        shown = self._decode(self._tokens[self._start : self._shown])
+        return self._decode(self._tokens[self._start :])[len(shown) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        # Cleaning up spaces would change text that was already shown.
+        return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+
+
+class StopStrings:
+    """Finds the stop string that is complete first; of several that end together, the longest.
+
+    The result does not depend on how the text is cut: all that could be the beginning of a stop is
+    held back. After a match the rest of the text is dropped.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        assert all(stops), "an empty stop string matches everywhere"
+        self._stops = tuple(stops)
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """Text that is safe to show."""
+        assert self.matched is None, "the text ended at a stop string"
+        text = self._held + text
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            _, at, self.matched = min(found)
+            self._held = ""
+            return text[:at]
+        safe = len(text) - self._begun(text)
+        self._held = text[safe:]
+        return text[:safe]
+
+    def flush(self) -> str:
+        """What was held back, once no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+    def _begun(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        longest = min(len(text), max((len(stop) for stop in self._stops), default=1) - 1)
+        for length in range(longest, 0, -1):
+            end = text[-length:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,190 @@
+"""The one thread that touches MLX: load, self-check, every step, and the end.
+
+Other threads leave messages in the inbox; the worker drains it between steps. If the thread dies
+of anything, every caller gets a status first, and `ended` tells the server to exit non-zero.
+"""
+
+import dataclasses
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import grpc
+import mlx.core as mx
+
+from engine.core import Core
+from engine.request import Failed, Request, Sink
+from engine.rows import Counters, Occupancy
+
+log = logging.getLogger(__name__)
+
+Message = Callable[[Core], None]
+
+
+class WorkerOver(RuntimeError):
+    """The worker has ended; `failed` is what its callers are told."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__(failed.message)
+        self.failed = failed
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Snapshot:
+    """`active_bytes` and `peak_bytes`: what MLX holds in arrays, and the most it ever held."""
+
+    occupancy: Occupancy
+    counters: Counters
+    active_bytes: int
+    peak_bytes: int
+
+
+class Worker:
+    """Runs a Core on its own thread, from `start` to `stop` or to its death.
+
+    start ─▶ loading ─▶ serving ─▶ stopped    (ended: result None)
+                └──────────┴─────▶ dead       (ended: the exception)
+    """
+
+    def __init__(
+        self, make_core: Callable[[], Core], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`make_core` runs on the worker thread: it loads the model, and makes a core that goes
+        by the same `clock`."""
+        self._make_core = make_core
+        self._clock = clock
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._over: Failed | None = None
+        self._stopping = False
+        self.ready: Future[None] = Future()
+        self.ended: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="mlx-worker")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, message: Message) -> None:
+        """Have `message` called with the core between two steps. Dropped when it is over."""
+        with self._lock:
+            if self._over is None:
+                self._inbox.put(message)
+
+    def submit(self, request_id: int, request: Request, sink: Sink) -> None:
+        """Start a request. The sink gets its events on the worker thread; it must not block."""
+        self._ask(_Submit(request_id, request, sink, self._clock()))
+
+    def cancel(self, request_id: int) -> None:
+        self.post(lambda core: core.cancel(request_id))
+
+    def snapshot(self) -> "Future[Snapshot]":
+        """The state between two steps; fails when the worker is over."""
+        look = _Look(Future())
+        self._ask(look)
+        return look.result
+
+    def stop(self) -> None:
+        """End after the present step; requests that still run fail with UNAVAILABLE. Joins."""
+        self._stopping = True
+        self.post(lambda _: None)
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _ask(self, question: "_Submit | _Look") -> None:
+        with self._lock:
+            over = self._over
+            if over is None:
+                self._inbox.put(question)
+        if over is not None:
+            question.over(over)
+
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        core: Core | None = None
+        try:
+            core = self._make_core()
+            self.ready.set_result(None)
+            self._serve(core)
+        except BaseException as error:
+            failure = error
+        self._end(core, failure)
+        core = None
+        # A thread that used MLX and ends without this aborts the process at exit.
+        mx.clear_streams()
+        if not self.ready.done():
+            self.ready.set_exception(failure or RuntimeError("stopped while loading"))
+        if failure is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(failure)
+
+    def _serve(self, core: Core) -> None:
+        while not self._stopping:
+            busy = core.turn()
+            try:
+                while True:
+                    self._inbox.get(block=not busy)(core)
+                    busy = True
+            except queue.Empty:
+                pass
+
+    def _end(self, core: Core | None, failure: BaseException | None) -> None:
+        if failure is None:
+            over = Failed(grpc.StatusCode.UNAVAILABLE, "the engine is stopping")
+        else:
+            if core is not None:
+                log.error("the MLX worker died", exc_info=failure)
+            over = Failed(grpc.StatusCode.INTERNAL, f"the engine's worker died: {failure}")
+        with self._lock:
+            self._over = over
+        while not self._inbox.empty():
+            message = self._inbox.get()
+            if isinstance(message, _Submit | _Look):
+                message.over(over)
+        if core is not None:
+            try:
+                core.fail_all(over.code, over.message)
+                core.close()
+            except Exception:
+                # A batch that died may be in no state to be closed; `ended` must be told.
+                log.exception("the worker could not clean up")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Submit:
+    request_id: int
+    request: Request
+    sink: Sink
+    since: float
+
+    def __call__(self, core: Core) -> None:
+        core.submit(self.request_id, self.request, self.sink, self.since)
+
+    def over(self, failed: Failed) -> None:
+        self.sink(failed)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Look:
+    result: "Future[Snapshot]"
+
+    def __call__(self, core: Core) -> None:
+        # The caller may have given up and cancelled it.
+        if self.result.set_running_or_notify_cancel():
+            self.result.set_result(_snapshot(core))
+
+    def over(self, failed: Failed) -> None:
+        if self.result.set_running_or_notify_cancel():
+            self.result.set_exception(WorkerOver(failed))
+
+
+def _snapshot(core: Core) -> Snapshot:
+    return Snapshot(
+        core.occupancy(),
+        dataclasses.replace(core.counters),
+        mx.get_active_memory(),
+        mx.get_peak_memory(),
+    )
