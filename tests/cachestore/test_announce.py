@@ -1,0 +1,141 @@
+"""Who promises rows, and for whom it is worth waiting. Waiting itself is in test_waiting.py."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from cachestore.store import MatchKind, Refused, Store
+from tests.support.stores import NAMESPACE, OTHER_NAMESPACE, Bench, packed, tiny_config
+
+PROMPT = range(20)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench(Store(tiny_config()))
+
+
+@pytest.fixture
+def settled(bench: Bench) -> list[float]:
+    """When the store has said that waiting may be over."""
+    times: list[float] = []
+    bench.store.listen(lambda: times.append(bench.now))
+    return times
+
+
+def test_a_promised_miss_has_a_lease_and_others_may_wait_for_it(bench: Bench) -> None:
+    assert bench.rows_to_come(PROMPT) == 0
+    match = bench.lookup(PROMPT, announce=True)
+    assert (match.kind, match.rows, match.spans) == (MatchKind.MISS, 0, ())
+    assert match.lease_id
+    assert bench.rows_to_come(PROMPT) == 20
+    assert bench.rows_to_come(PROMPT, limit=19) == 19
+    assert bench.rows_to_come([*range(8), 77]) == 8
+    assert bench.store.rows_to_come(OTHER_NAMESPACE, packed(PROMPT), 20, 0.0) == 0
+    assert bench.store.statistics(0.0).announced == 1
+    assert bench.store.renew(bench.session, [match.lease_id], 0.0) == [True]
+    bench.store.check()
+
+
+def test_for_less_than_a_record_nobody_waits(bench: Bench) -> None:
+    bench.lookup(PROMPT, announce=True)
+    assert bench.rows_to_come([*range(4), 77]) == 4
+    assert bench.rows_to_come([*range(3), 77]) == 0
+    assert bench.rows_to_come(PROMPT, limit=3) == 0
+
+
+def test_what_is_held_already_is_not_waited_for(bench: Bench) -> None:
+    bench.write(range(10))
+    bench.lookup(PROMPT, announce=True)
+    assert bench.rows_to_come(PROMPT) == 10
+    assert bench.rows_to_come([*range(13), 77]) == 0
+    bench.lookup([*range(10), 77, 78, 79], announce=True)
+    assert bench.store.statistics(0.0).announced == 1  # three rows are no promise
+
+
+def test_a_commit_keeps_a_promise_piece_by_piece(bench: Bench, settled: list[float]) -> None:
+    bench.lookup(PROMPT, announce=True)
+    bench.write([77])
+    assert settled == []
+    bench.write(range(8))
+    assert len(settled) == 1
+    assert bench.rows_to_come(PROMPT) == 12
+    bench.write(range(17))
+    assert len(settled) == 2
+    assert bench.rows_to_come(PROMPT) == 0
+
+
+def test_rows_that_were_evicted_again_do_not_come_twice(bench: Bench) -> None:
+    bench.lookup(PROMPT, announce=True)
+    bench.write(PROMPT)
+    assert bench.store.flush() == 5
+    assert bench.rows_to_come(PROMPT) == 0
+    bench.store.check()
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda bench, session, lease: bench.store.release(session, [lease], bench.now),
+        lambda bench, session, _: bench.store.close_session(session, bench.now),
+        lambda bench, *_: bench.store.expire(bench.now + 30.0),
+    ],
+    ids=["released", "session ended", "lapsed"],
+)
+def test_a_promise_ends_with_its_lease(
+    bench: Bench, settled: list[float], end: Callable[[Bench, int, int], None]
+) -> None:
+    session = bench.store.open_session(counted=True)
+    match = bench.lookup(PROMPT, session=session, announce=True)
+    assert settled == []
+    end(bench, session, match.lease_id)
+    assert settled
+    assert bench.rows_to_come(PROMPT) == 0
+    assert bench.store.statistics(0.0).announced == 0
+    bench.store.check()
+
+
+def test_a_promise_can_be_handed_on_without_a_gap(bench: Bench) -> None:
+    first = bench.lookup(PROMPT, announce=True)
+    bench.lookup(PROMPT, announce=True)
+    bench.store.release(bench.session, [first.lease_id], 0.0)
+    assert bench.rows_to_come(PROMPT) == 20
+
+
+def test_the_longest_promise_counts(bench: Bench) -> None:
+    bench.lookup(range(10), announce=True)
+    bench.lookup(PROMPT, announce=True)
+    bench.lookup([*range(5), 77, 78, 79, 80], announce=True)
+    assert bench.rows_to_come(PROMPT) == 20
+
+
+def test_a_session_cannot_promise_without_end() -> None:
+    bench = Bench(Store(replace(tiny_config(), max_announced_tokens_per_session=45)))
+    leases = [bench.lookup(PROMPT, announce=True).lease_id for _ in range(3)]
+    assert all(leases)
+    assert bench.store.statistics(0.0).announced == 2
+    other = bench.store.open_session(counted=True)
+    bench.lookup(PROMPT, session=other, announce=True)
+    assert bench.store.statistics(0.0).announced == 3
+    bench.store.release(bench.session, leases, 0.0)
+    assert bench.store.statistics(0.0).announced == 1
+    bench.store.check()
+
+
+def test_asking_for_what_comes_changes_no_count_and_no_recency(bench: Bench) -> None:
+    bench.write(range(10))
+    bench.lookup(PROMPT, announce=True)
+    before = bench.store.statistics(0.0)
+    bench.rows_to_come(PROMPT)
+    assert bench.store.statistics(0.0) == before
+
+
+def test_bad_fields_are_named(bench: Bench) -> None:
+    for namespace, tokens, limit, field in (
+        (b"short", packed([1]), 1, "namespace"),
+        (NAMESPACE, b"", 0, "tokens"),
+        (NAMESPACE, packed([1]), 2, "limit"),
+    ):
+        with pytest.raises(Refused, match=f"^{field} "):
+            bench.store.rows_to_come(namespace, tokens, limit, 0.0)

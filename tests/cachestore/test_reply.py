@@ -1,0 +1,156 @@
+"""Answers that cannot be true are told from those that can."""
+
+from collections.abc import Callable
+
+import pytest
+
+from cachestore import reply
+from cachestore.reply import Contradiction, MatchKind
+from cachestore.v1 import cachestore_pb2 as pb
+
+
+def match() -> pb.LookupResponse:
+    """Five rows in two spans."""
+    return pb.LookupResponse(
+        kind=pb.MATCH_KIND_PREFIX,
+        rows=5,
+        spans=[
+            pb.Span(
+                record_id=7,
+                extent=pb.Extent(slab_id=1, offset=256, length=512, generation=3),
+                record_bytes=500,
+                first_row=0,
+                rows=2,
+            ),
+            pb.Span(
+                record_id=8,
+                extent=pb.Extent(slab_id=1, offset=768, length=512, generation=4),
+                record_bytes=512,
+                first_row=1,
+                rows=3,
+            ),
+        ],
+        lease_id=9,
+        lease_seconds=30,
+    )
+
+
+def request() -> pb.ReserveRequest:
+    return pb.ReserveRequest(
+        namespace=bytes(32), tokens=bytes(40), first_row=1, record_overhead_bytes=50, row_bytes=10
+    )
+
+
+def room() -> pb.ReserveResponse:
+    """Rows 2 to 9 in two pieces."""
+    extents = [pb.Extent(slab_id=1, offset=256 * n, length=256, generation=n) for n in (1, 2)]
+    return pb.ReserveResponse(
+        reservation_id=4,
+        have=2,
+        pieces=[
+            pb.Piece(extent=extents[0], first_token=2, rows=5),
+            pb.Piece(extent=extents[1], first_token=7, rows=3),
+        ],
+        reservation_seconds=30,
+    )
+
+
+def test_a_match_is_handed_on() -> None:
+    lease = reply.lease(match(), limit=5)
+    assert (lease.id, lease.kind, lease.rows, lease.seconds) == (9, MatchKind.PREFIX, 5, 30.0)
+    assert [(span.record_id, span.first_row, span.rows) for span in lease.spans] == [
+        (7, 0, 2),
+        (8, 1, 3),
+    ]
+
+
+def test_a_miss_has_nothing_to_release() -> None:
+    lease = reply.lease(pb.LookupResponse(kind=pb.MATCH_KIND_MISS), limit=5)
+    assert lease == reply.Lease(0, MatchKind.MISS, 0, (), 0.0)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda m: setattr(m, "kind", pb.MATCH_KIND_UNSPECIFIED),
+        lambda m: setattr(m, "kind", 99),
+        lambda m: setattr(m, "kind", pb.MATCH_KIND_MISS),
+        lambda m: setattr(m, "rows", 4),
+        lambda m: setattr(m.spans[0], "rows", 3),
+        lambda m: setattr(m.spans[0], "rows", 0),
+        lambda m: m.spans.add(),
+        lambda m: m.spans.pop(),
+        lambda m: setattr(m.spans[0].extent, "offset", 255),
+        lambda m: setattr(m.spans[0].extent, "length", 511),
+        lambda m: setattr(m.spans[0].extent, "length", 0),
+        lambda m: setattr(m.spans[0], "record_bytes", 513),
+        lambda m: setattr(m.spans[0], "record_bytes", 0),
+        lambda m: setattr(m, "lease_id", 0),
+        lambda m: setattr(m, "lease_seconds", 0),
+        lambda m: setattr(m, "lease_seconds", float("nan")),
+        lambda m: setattr(m, "lease_seconds", float("inf")),
+    ],
+)
+def test_a_match_that_cannot_be_is_refused(spoil: Callable[[pb.LookupResponse], object]) -> None:
+    answer = match()
+    spoil(answer)
+    with pytest.raises(Contradiction):
+        reply.lease(answer, limit=5)
+
+
+def test_more_rows_than_asked_for_are_refused() -> None:
+    with pytest.raises(Contradiction, match="over 4"):
+        reply.lease(match(), limit=4)
+
+
+def test_a_reservation_is_handed_on() -> None:
+    found = reply.reservation(room(), request())
+    assert (found.id, found.have, found.seconds) == (4, 2, 30.0)
+    assert [(piece.first_token, piece.rows) for piece in found.pieces] == [(2, 5), (7, 3)]
+
+
+def test_everything_may_be_held_already() -> None:
+    answer = pb.ReserveResponse(reservation_id=4, have=10, reservation_seconds=30)
+    assert reply.reservation(answer, request()).pieces == ()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda r: setattr(r, "have", 0),
+        lambda r: setattr(r, "have", 3),
+        lambda r: setattr(r, "have", 11),
+        lambda r: r.pieces.pop(),
+        lambda r: r.pieces.add(),
+        lambda r: r.ClearField("pieces"),
+        lambda r: setattr(r.pieces[0], "rows", 4),
+        lambda r: setattr(r.pieces[1], "first_token", 6),
+        lambda r: setattr(r.pieces[1], "rows", 4),
+        lambda r: setattr(r.pieces[0].extent, "length", 0),
+        lambda r: setattr(r.pieces[0].extent, "offset", 300),
+        lambda r: setattr(r.pieces[1].extent, "offset", 256),
+        lambda r: setattr(r, "reservation_id", 0),
+        lambda r: setattr(r, "reservation_seconds", -1),
+    ],
+)
+def test_a_reservation_that_cannot_be_is_refused(
+    spoil: Callable[[pb.ReserveResponse], object],
+) -> None:
+    answer = room()
+    spoil(answer)
+    with pytest.raises(Contradiction):
+        reply.reservation(answer, request())
+
+
+def test_pieces_must_have_room_for_their_rows() -> None:
+    tight = request()
+    tight.row_bytes = 42  # 50 + 5 * 42 > 256
+    with pytest.raises(Contradiction, match="256 bytes for 5 rows"):
+        reply.reservation(room(), tight)
+
+
+def test_pieces_of_different_slabs_may_have_the_same_offset() -> None:
+    answer = room()
+    answer.pieces[1].extent.offset = 256
+    answer.pieces[1].extent.slab_id = 2
+    assert len(reply.reservation(answer, request()).pieces) == 2

@@ -1,0 +1,400 @@
+"""The whole store, with several sessions, against what was written.
+
+Every row has a fingerprint made of its namespace and all tokens up to its own. Writers put it
+into the slabs, early, late or after their reservation has lapsed; whatever a lookup serves must
+read back as exactly the fingerprints of what it asked for, as long as its lease lives.
+"""
+
+import hashlib
+import itertools
+from dataclasses import dataclass, replace
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from cachestore.store import Match, MatchKind, RefusalCode, Refused, Reservation, Store
+from tests.support.stores import (
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    OVERHEAD_BYTES,
+    RECORD_TOKENS,
+    Bench,
+    packed,
+    record_sizes,
+    tiny_config,
+)
+
+Ids = tuple[int, ...]
+# The namespaces have rows of different sizes, so that holes of one do not fit the other.
+ROW_BYTES = {NAMESPACE: 56, OTHER_NAMESPACE: 152}
+NAMESPACES = st.sampled_from(sorted(ROW_BYTES))
+SEQUENCES = st.lists(st.integers(0, 2), min_size=1, max_size=18).map(tuple)
+ENDS = st.lists(st.integers(0, 2), max_size=6).map(tuple)
+SESSIONS_MAX = 3
+
+
+def shared(one: Ids, other: Ids) -> int:
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def fingerprint(namespace: bytes, ids: Ids) -> bytes:
+    digest = hashlib.shake_128(namespace + repr(ids).encode())
+    return digest.digest(ROW_BYTES[namespace])
+
+
+@dataclass(frozen=True)
+class Writer:
+    session: int
+    namespace: bytes
+    ids: Ids
+    reservation: Reservation
+    deadline: float
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(piece.extent.length for piece in self.reservation.pieces)
+
+
+@dataclass
+class Announced:
+    """`done` of the rows have been committed."""
+
+    ids: Ids
+    done: int
+
+
+@dataclass(frozen=True)
+class Reader:
+    session: int
+    namespace: bytes
+    match: Match
+    rows: tuple[bytes, ...]
+    deadline: float
+    announced: Announced | None
+
+
+class StoreMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bench = Bench(Store(tiny_config()))
+        self.store = self.bench.store
+        self.sessions = [self.bench.session]
+        self.writers: list[Writer] = []
+        self.lapsed: list[Writer] = []
+        self.readers: list[Reader] = []
+        self.committed: set[tuple[bytes, Ids]] = set()
+        self.pinned: set[int] = set()
+        self.retiring: list[int] = []
+        self.lost = 0
+
+    def fill(self, writer: Writer) -> None:
+        for piece in writer.reservation.pieces:
+            rows = [
+                fingerprint(writer.namespace, writer.ids[: piece.first_token + index + 1])
+                for index in range(piece.rows)
+            ]
+            record = bytes(OVERHEAD_BYTES) + b"".join(rows)
+            self.bench.memory(piece.extent)[: len(record)] = record
+
+    def read(self, namespace: bytes, match: Match) -> tuple[bytes, ...]:
+        size = ROW_BYTES[namespace]
+        rows = []
+        for span in match.spans:
+            record = bytes(self.bench.memory(span.extent)[: span.record_bytes])[OVERHEAD_BYTES:]
+            rows += [
+                record[row * size : (row + 1) * size]
+                for row in range(span.first_row, span.first_row + span.rows)
+            ]
+        return tuple(rows)
+
+    @precondition(lambda self: len(self.sessions) < SESSIONS_MAX)
+    @rule()
+    def open_session(self) -> None:
+        self.sessions.append(self.store.open_session(counted=True))
+
+    @precondition(lambda self: len(self.sessions) > 1)
+    @rule(data=st.data())
+    def close_session(self, data: st.DataObject) -> None:
+        session = data.draw(st.sampled_from(self.sessions[1:]))
+        self.store.close_session(session, self.bench.now)
+        self.sessions.remove(session)
+        self.writers = [w for w in self.writers if w.session != session]
+        self.lapsed = [w for w in self.lapsed if w.session != session]
+        self.readers = [r for r in self.readers if r.session != session]
+
+    @rule(seconds=st.sampled_from([1, 10, 20, 30]))
+    def wait(self, seconds: int) -> None:
+        self.bench.now += seconds
+        now = self.bench.now
+        self.readers = [reader for reader in self.readers if reader.deadline > now]
+        self.lapsed += [w for w in self.writers if w.deadline <= now and w.reservation.pieces]
+        self.writers = [writer for writer in self.writers if writer.deadline > now]
+
+    @rule(data=st.data(), namespace=NAMESPACES, ids=SEQUENCES)
+    def reserve(self, data: st.DataObject, namespace: bytes, ids: Ids) -> None:
+        session = data.draw(st.sampled_from(self.sessions))
+        try:
+            reservation = self.bench.reserve(
+                ids, namespace, row_bytes=ROW_BYTES[namespace], session=session
+            )
+        except Refused as refusal:
+            if refusal.code is not RefusalCode.RESOURCE_EXHAUSTED:
+                raise
+            return
+        first_tokens = [piece.first_token for piece in reservation.pieces]
+        ends = [piece.first_token + piece.rows for piece in reservation.pieces]
+        assert [reservation.have, *ends] == [*first_tokens, len(ids)]
+        writer = Writer(session, namespace, ids, reservation, self.bench.now + 30.0)
+        self.writers.append(writer)
+        if data.draw(st.booleans()):
+            self.fill(writer)
+
+    @rule(data=st.data(), namespace=NAMESPACES, ids=SEQUENCES)
+    def write(self, data: st.DataObject, namespace: bytes, ids: Ids) -> None:
+        count = len(self.writers)
+        self.reserve(data, namespace, ids)
+        if len(self.writers) > count:
+            self.finish(self.writers[-1])
+
+    @rule(data=st.data(), namespace=NAMESPACES, common=SEQUENCES, ends=st.tuples(ENDS, ENDS))
+    def race(
+        self, data: st.DataObject, namespace: bytes, common: Ids, ends: tuple[Ids, Ids]
+    ) -> None:
+        """Two writers reserve before either commits, so that the second brings duplicates."""
+        count = len(self.writers)
+        for end in ends:
+            self.reserve(data, namespace, common + end)
+        for writer in self.writers[count:]:
+            self.finish(writer)
+
+    @precondition(lambda self: self.writers)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        self.finish(data.draw(st.sampled_from(self.writers)))
+
+    def finish(self, writer: Writer) -> None:
+        self.fill(writer)
+        sizes = record_sizes(writer.reservation.pieces, ROW_BYTES[writer.namespace])
+        before = self.store.statistics(self.bench.now)
+        inserted = self.store.commit(writer.session, writer.reservation.id, sizes, self.bench.now)
+        after = self.store.statistics(self.bench.now)
+        self.writers.remove(writer)
+        self.committed.add((writer.namespace, writer.ids))
+        for announced in self.announcements(writer.namespace):
+            announced.done = max(announced.done, shared(writer.ids, announced.ids))
+        assert 0 <= inserted <= len(writer.ids) - writer.reservation.have
+        assert after.tokens == before.tokens + inserted
+        assert after.evictions == before.evictions
+        match = self.look(writer.session, writer.namespace, writer.ids, len(writer.ids))
+        assert (match.kind, match.rows) == (MatchKind.EXACT, len(writer.ids))
+        # Without the lease, so that the next write meets records that nobody has pinned.
+        self.store.release(writer.session, [match.lease_id], self.bench.now)
+        self.readers.pop()
+
+    @precondition(lambda self: self.writers)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        writer = data.draw(st.sampled_from(self.writers))
+        self.store.abort(writer.session, writer.reservation.id, self.bench.now)
+        self.writers.remove(writer)
+
+    @precondition(lambda self: self.lapsed)
+    @rule(data=st.data())
+    def write_on_after_the_lapse(self, data: st.DataObject) -> None:
+        writer = data.draw(st.sampled_from(self.lapsed))
+        for piece in writer.reservation.pieces:
+            self.bench.memory(piece.extent)[:] = b"\xee" * piece.extent.length
+
+    @precondition(lambda self: self.lapsed)
+    @rule(data=st.data(), late_commit=st.booleans())
+    def stop_writing_after_the_lapse(self, data: st.DataObject, late_commit: bool) -> None:
+        writer = data.draw(st.sampled_from(self.lapsed))
+        if late_commit:
+            with pytest.raises(Refused, match="lapsed"):
+                self.bench.commit(writer.reservation, writer.session, ROW_BYTES[writer.namespace])
+        else:
+            self.store.abort(writer.session, writer.reservation.id, self.bench.now)
+        self.lapsed.remove(writer)
+
+    @rule(data=st.data(), namespace=NAMESPACES, ids=SEQUENCES)
+    def lookup(self, data: st.DataObject, namespace: bytes, ids: Ids) -> None:
+        session = data.draw(st.sampled_from(self.sessions))
+        limit, announce = data.draw(st.integers(0, len(ids))), data.draw(st.booleans())
+        self.look(session, namespace, ids, limit, announce)
+
+    def look(
+        self, session: int, namespace: bytes, ids: Ids, limit: int, announce: bool = False
+    ) -> Match:
+        to_come = self.store.rows_to_come(namespace, packed(ids), limit, self.bench.now)
+        match = self.bench.lookup(ids, limit, namespace, session, announce)
+        expected = max(
+            (
+                shared(announced.ids, ids[:limit]) - max(match.rows, announced.done)
+                for announced in self.announcements(namespace)
+            ),
+            default=0,
+        )
+        assert to_come == (expected if expected >= RECORD_TOKENS else 0)
+        assert match.rows <= limit
+        assert match.rows == sum(span.rows for span in match.spans)
+        rows = tuple(fingerprint(namespace, ids[: n + 1]) for n in range(match.rows))
+        assert self.read(namespace, match) == rows
+        assert (match.kind is MatchKind.MISS) == (match.rows == 0)
+        assert (match.lease_id == 0) == (match.rows == 0 and not announce)
+        kind, depth = self.best(namespace, ids)
+        if self.nothing_left():
+            assert match.rows == min(depth, limit)
+            assert match.kind == (kind if match.rows else MatchKind.MISS)
+        assert match.rows <= depth
+        if match.lease_id:
+            # With a limit, more rows may be held than are served.
+            held = self.held(namespace, ids)
+            announced = Announced(ids, held) if announce else None
+            if len(ids) - held < RECORD_TOKENS:
+                announced = None
+            deadline = self.bench.now + 30.0
+            self.readers.append(Reader(session, namespace, match, rows, deadline, announced))
+        return match
+
+    def held(self, namespace: bytes, ids: Ids) -> int:
+        match = self.bench.lookup(ids, len(ids), namespace, self.sessions[0])
+        self.store.release(self.sessions[0], [match.lease_id], self.bench.now)
+        return match.rows
+
+    def announcements(self, namespace: bytes) -> list[Announced]:
+        return [
+            reader.announced
+            for reader in self.readers
+            if reader.announced is not None and reader.namespace == namespace
+        ]
+
+    def best(self, namespace: bytes, ids: Ids) -> tuple[MatchKind, int]:
+        """What a store that forgets nothing would find."""
+        held = {
+            known[: n + 1]
+            for own, known in self.committed
+            if own == namespace
+            for n in range(len(known))
+        }
+        ends = {known for own, known in self.committed if own == namespace}
+        depth = max((n for n in range(1, len(ids) + 1) if ids[:n] in held), default=0)
+        if depth == 0:
+            return MatchKind.MISS, 0
+        if ids in ends:
+            return MatchKind.EXACT, depth
+        if depth == len(ids):
+            return MatchKind.SUPERSEQUENCE, depth
+        return (MatchKind.PREFIX if ids[:depth] in ends else MatchKind.LCP), depth
+
+    def nothing_left(self) -> bool:
+        return self.lost == 0 and self.store.statistics(self.bench.now).evictions == 0
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data())
+    def renew(self, data: st.DataObject) -> None:
+        reader = data.draw(st.sampled_from(self.readers))
+        lease_ids = [reader.match.lease_id, 1]
+        assert self.store.renew(reader.session, lease_ids, self.bench.now) == [True, False]
+        self.readers.remove(reader)
+        self.readers.append(replace(reader, deadline=self.bench.now + 30.0))
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        reader = data.draw(st.sampled_from(self.readers))
+        self.store.release(reader.session, [reader.match.lease_id], self.bench.now)
+        self.readers.remove(reader)
+
+    @precondition(lambda self: self.readers)
+    @rule()
+    def release_all(self) -> None:
+        for reader in self.readers:
+            self.store.release(reader.session, [reader.match.lease_id], self.bench.now)
+        self.readers.clear()
+
+    @rule(slabs=st.sampled_from([1, 2, 4]))
+    def let_the_system_have_little_memory(self, slabs: int) -> None:
+        self.bench.memory_bytes = 1024 * slabs
+
+    @rule(data=st.data())
+    def pin_or_unpin(self, data: st.DataObject) -> None:
+        catalog = self.store.catalog(self.bench.now)
+        if self.store.records:
+            record_id = data.draw(st.sampled_from(sorted(self.store.records)))
+            if record_id in self.pinned:
+                catalog.unpin(record_id)
+                self.pinned.remove(record_id)
+            else:
+                catalog.pin(record_id)
+                self.pinned.add(record_id)
+
+    @rule(data=st.data())
+    def evict_a_record(self, data: st.DataObject) -> None:
+        catalog = self.store.catalog(self.bench.now)
+        if self.store.records:
+            record_id = data.draw(st.sampled_from(sorted(self.store.records)))
+            self.lost += catalog.evict(catalog.behind(record_id)).records
+
+    @rule()
+    def retire_slabs(self) -> None:
+        self.retiring += self.store.retire_slabs()
+
+    @precondition(lambda self: self.retiring)
+    @rule(data=st.data())
+    def remove_slab(self, data: st.DataObject) -> None:
+        slab_id = data.draw(st.sampled_from(self.retiring))
+        self.store.remove_slab(slab_id)
+        self.retiring.remove(slab_id)
+        del self.bench.slabs[slab_id]
+
+    @rule()
+    def flush(self) -> None:
+        self.lost += self.store.flush()
+
+    @invariant()
+    def leased_rows_are_intact(self) -> None:
+        for reader in self.readers:
+            assert self.read(reader.namespace, reader.match) == reader.rows
+
+    @invariant()
+    def pinned_records_are_held(self) -> None:
+        assert self.pinned <= self.store.records.keys()
+
+    @invariant()
+    def counts_agree(self) -> None:
+        statistics = self.store.statistics(self.bench.now)
+        self.store.check()
+        assert statistics.leases == len(self.readers)
+        assert statistics.reservations == len(self.writers)
+        assert statistics.sessions == len(self.sessions)
+        announced = [announced for n in ROW_BYTES for announced in self.announcements(n)]
+        assert statistics.announced == len(announced)
+        assert statistics.bytes_reserved == sum(w.bytes_held for w in self.writers)
+        assert statistics.bytes_quarantined == sum(w.bytes_held for w in self.lapsed)
+        assert statistics.bytes_slabs == sum(len(slab) for slab in self.bench.slabs.values())
+        assert statistics.bytes_slabs == (
+            statistics.bytes_used
+            + statistics.bytes_reserved
+            + statistics.bytes_quarantined
+            + statistics.bytes_retiring
+            + statistics.bytes_free
+        )
+        assert statistics.bytes_slabs <= statistics.bytes_budget
+        retiring = sum(len(self.bench.slabs[slab_id]) for slab_id in self.retiring)
+        assert statistics.bytes_retiring == retiring
+
+    def teardown(self) -> None:
+        for session in self.sessions:
+            self.store.close_session(session, self.bench.now)
+        self.store.check()
+        for record_id in self.pinned:
+            self.store.catalog(self.bench.now).unpin(record_id)
+        self.store.flush()
+        statistics = self.store.statistics(self.bench.now)
+        assert (statistics.records, statistics.namespaces) == (0, ())
+        assert statistics.bytes_free == statistics.bytes_slabs - statistics.bytes_retiring
+
+
+TestStore = StoreMachine.TestCase

@@ -1,0 +1,123 @@
+import gc
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from cachestore.store import MatchKind, RefusalCode, Refused, Store
+from cachestore.upkeep import CHECK_SECONDS, RETIRE_SECONDS, Upkeep, calm_collector
+from tests.support.stores import Bench, tiny_config
+
+
+class Day:
+    """A store, its upkeep, and how often it was checked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bench = Bench(Store(tiny_config()))
+        self.calls = 0
+        self.checks = 0
+        self.retirements = 0
+        self.upkeep = Upkeep(
+            self.bench.store, lambda: self.bench.now, lambda: self.calls, self.retire
+        )
+        check = self.bench.store.check
+
+        def counted() -> None:
+            self.checks += 1
+            check()
+
+        monkeypatch.setattr(self.bench.store, "check", counted)
+
+    def retire(self) -> None:
+        self.retirements += 1
+
+    def pass_by(self, seconds: float, calls: int = 0) -> None:
+        self.bench.now += seconds
+        self.calls += calls
+        self.upkeep.tick()
+
+
+@pytest.fixture
+def day(monkeypatch: pytest.MonkeyPatch) -> Iterator[Day]:
+    yield Day(monkeypatch)
+    gc.unfreeze()
+
+
+def test_a_tick_ends_what_has_lapsed(day: Day) -> None:
+    day.bench.lookup(range(20), announce=True)
+    day.pass_by(30.0, calls=1)
+    assert day.bench.store._leases.held() == []
+
+
+def test_the_store_is_checked_when_idle_and_not_too_often(day: Day) -> None:
+    day.bench.write(range(10))
+    day.pass_by(CHECK_SECONDS, calls=5)
+    assert day.checks == 0  # not idle
+    day.pass_by(1.0)
+    assert day.checks == 1
+    day.pass_by(1.0, calls=1)
+    day.pass_by(1.0)
+    assert day.checks == 1
+    day.pass_by(CHECK_SECONDS)
+    assert day.checks == 2
+    day.pass_by(CHECK_SECONDS)
+    assert day.checks == 2  # nobody called since
+
+
+def test_slabs_are_given_back_after_a_long_time_without_calls(day: Day) -> None:
+    day.pass_by(RETIRE_SECONDS, calls=1)
+    day.pass_by(RETIRE_SECONDS - 1)
+    assert day.retirements == 0
+    day.pass_by(1.0)
+    assert day.retirements == 1
+    day.pass_by(RETIRE_SECONDS, calls=1)
+    assert day.retirements == 1
+
+
+def test_a_store_that_takes_long_is_not_checked(day: Day, monkeypatch: pytest.MonkeyPatch) -> None:
+    day.bench.write(range(10))
+    monkeypatch.setattr("cachestore.upkeep.STALL_SECONDS_MAX", 0.0)
+    day.pass_by(CHECK_SECONDS, calls=1)
+    day.pass_by(1.0)
+    assert day.checks == 0
+
+
+def test_a_store_that_contradicts_itself_serves_nothing(
+    day: Day, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = day.bench
+    day.pass_by(CHECK_SECONDS, calls=1)
+    bench.write(range(10))
+    lease = bench.lookup(range(10)).lease_id
+    open_one = bench.reserve(range(20))
+    bench.store._holdings.namespaces.popitem()[1].tree.tokens += 1
+    with caplog.at_level(logging.ERROR):
+        day.pass_by(1.0)
+    assert "contradicts itself" in caplog.text
+    assert "Traceback" in caplog.text
+    assert not bench.store.sound
+
+    found = bench.lookup(range(10), announce=True)
+    assert (found.kind, found.lease_id) == (MatchKind.MISS, 0)
+    assert bench.rows_to_come(range(10)) == 0
+    assert bench.store.renew(bench.session, [lease], bench.now) == [False]
+    for write in (lambda: bench.reserve([1]), lambda: bench.commit(open_one)):
+        with pytest.raises(Refused, match="restart") as refusal:
+            write()
+        assert refusal.value.code is RefusalCode.FAILED_PRECONDITION
+    assert bench.store.statistics(bench.now).check_failures == 1
+
+
+def test_the_collector_leaves_alone_what_is_here_to_stay(day: Day) -> None:
+    before = gc.get_threshold()
+    try:
+        calm_collector()
+        assert gc.get_freeze_count() > 0
+        assert gc.get_threshold()[1] == gc.get_threshold()[2] == 1 << 30
+        frozen = gc.get_freeze_count()
+        held = [[] for _ in range(1000)]  # type: ignore[var-annotated]
+        day.pass_by(1.0)
+        assert gc.get_freeze_count() >= frozen + len(held)
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()

@@ -1,0 +1,27 @@
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+import tests.support.mlx  # noqa: F401 - before anything imports MLX
+from tests.support.daemons import Cachestore, short_directory, start_cachestore
+
+hypothesis.settings.register_profile("ci", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("long", deadline=None, max_examples=20_000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """A private directory with a path short enough for sockets."""
+    with short_directory() as path:
+        yield path
+
+
+@pytest.fixture
+def cachestore(directory: Path) -> Iterator[Cachestore]:
+    """A real daemon of this test alone."""
+    with start_cachestore(directory, budget="256MiB") as daemon:
+        yield daemon

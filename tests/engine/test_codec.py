@@ -1,0 +1,135 @@
+import mlx.core as mx
+import pytest
+
+from cachestore.record import ArraySpec, RecordError
+from engine.config import EngineConfig, Listen
+from engine.kv.codec import Affine, CodecError, CodecPolicy, Lossless, plan_codec
+from engine.kv.kinds import PartShape
+from tests.support.caches import layout, random_layers
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@pytest.mark.parametrize(
+    ("width", "encoding"),
+    [
+        (32, Affine(8, 32)),
+        (64, Affine(8, 64)),
+        (80, Lossless()),
+        (96, Affine(8, 32)),
+        (128, Affine(8, 64)),
+        (16, Lossless()),
+    ],
+)
+def test_the_group_size_follows_the_width(width: int, encoding: Affine | Lossless) -> None:
+    plan = plan_codec("q8", layout((1, width, 64)))
+    assert [part.encoding for part in plan.parts] == [encoding, Affine(8, 64)]
+
+
+def test_what_does_not_fit_is_stored_lossless_and_said_so() -> None:
+    plan = plan_codec("q8", layout((3, 80, 64), (1, 64, 80)), explicit=True)
+    assert [type(part.encoding) for part in plan.parts] == [Lossless, Affine, Affine, Lossless]
+    assert plan.notes() == [
+        "keys of layers 0 to 2 are stored lossless: neither 64 nor 32 divides their width 80",
+        "values of layers 3 are stored lossless: neither 64 nor 32 divides their width 80",
+    ]
+
+
+def test_what_fits_needs_no_note() -> None:
+    assert plan_codec("q8", layout((2, 64, 32))).notes() == []
+    assert plan_codec("none", layout((2, 80, 80))).notes() == []
+
+
+def test_an_asked_codec_that_fits_no_layer_is_an_error() -> None:
+    with pytest.raises(CodecError, match=r"--cache-codec q8: .* use --cache-codec none"):
+        plan_codec("q8", layout((2, 80, 16)), explicit=True)
+    assert len(plan_codec("q8", layout((2, 80, 16))).notes()) == 2
+    plan_codec("none", layout((2, 80, 16)), explicit=True)
+
+
+def test_an_unknown_codec_is_an_error() -> None:
+    with pytest.raises(CodecError, match="--cache-codec q9"):
+        plan_codec("q9", layout((1, 64, 64)))
+
+
+def test_the_length_of_the_path_chooses() -> None:
+    policy = CodecPolicy.of(layout((1, 64, 64)), "q8")
+    assert policy.codec_for(255).name == "none"
+    assert policy.codec_for(256).name == "q8"
+    assert CodecPolicy.of(layout((1, 64, 64)), "none").codec_for(5000).name == "none"
+    eager = CodecPolicy.of(layout((1, 64, 64)), "q8", min_quantize_tokens=0)
+    assert eager.codec_for(1).name == "q8"
+
+
+def test_the_description_tells_policies_apart() -> None:
+    geometry = layout((1, 64, 64))
+    policies = (
+        CodecPolicy.of(geometry, "q8"),
+        CodecPolicy.of(geometry, "none"),
+        CodecPolicy.of(geometry, "q8", min_quantize_tokens=1),
+    )
+    assert len({str(policy.describe()) for policy in policies}) == 3
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
+def test_bytes_per_row_are_the_formula(dtype: str, size: int) -> None:
+    geometry = layout((30, 64, 64), heads=3, dtype=dtype)
+    assert plan_codec("none", geometry).row_bytes == 30 * 2 * 3 * 64 * size
+    assert plan_codec("q8", geometry).row_bytes == 30 * 2 * 3 * (64 + 2 * size)
+    assert plan_codec("q4", geometry).row_bytes == 30 * 2 * 3 * (32 + 2 * size)
+
+
+@pytest.mark.parametrize(("codec", "expected"), [("q8", 1.88), ("q4", 3.56)])
+def test_bytes_against_sixteen_bits(codec: str, expected: float) -> None:
+    geometry = layout((32, 128, 128), heads=8, dtype="bfloat16")
+    ratio = plan_codec("none", geometry).row_bytes / plan_codec(codec, geometry).row_bytes
+    assert ratio == pytest.approx(expected, abs=0.005)
+
+
+def test_keys_of_four_bits_are_never_a_default() -> None:
+    assert EngineConfig("model", Listen(None, "127.0.0.1:0")).codec == "q8"
+    assert CodecPolicy.of(layout((1, 64, 64))).codec.name == "q8"
+
+
+@pytest.mark.parametrize(("codec", "bits"), [("q8", 8), ("q4", 4)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [32, 64, 96, 128])
+def test_decoding_is_what_mlx_dequantizes(width: int, dtype: str, codec: str, bits: int) -> None:
+    (rows, _), *_ = random_layers(layout((1, width, width), heads=3, dtype=dtype), rows=70)
+    shape = PartShape("keys", 3, width, dtype)
+    plan = plan_codec(codec, layout((1, width, width), heads=3, dtype=dtype))
+    encoding = plan.parts[0].encoding
+    assert isinstance(encoding, Affine)
+    codes, scales, biases = encoded = encoding.encode(rows)
+    packed = mx.quantize(rows, group_size=encoding.group_size, bits=bits)
+    assert all(mx.array_equal(a, b) for a, b in zip(encoded, packed, strict=True))
+    assert [
+        ArraySpec(name, str(array.dtype).removeprefix("mlx.core."), 3, array.shape[-1])
+        for name, array in zip(("codes", "scales", "biases"), encoded, strict=True)
+    ] == list(encoding.arrays(shape))
+    decoded = encoding.decode(encoded)
+    expected = mx.dequantize(codes, scales, biases, group_size=encoding.group_size, bits=bits)
+    assert decoded.dtype == rows.dtype
+    assert mx.array_equal(decoded, expected)
+    # About a step of each group's range; in 16 bits scale, bias and result are rounded too.
+    steps = mx.repeat(mx.abs(scales), encoding.group_size, axis=-1)
+    assert (mx.abs(decoded - rows) <= 1.1 * steps + 0.1).all()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6])
+def test_other_bits_are_a_matter_of_the_table(bits: int) -> None:
+    encoding = Affine(bits, 32)
+    (rows, _), *_ = random_layers(layout((1, 96, 96)), rows=9)
+    codes, scales, biases = encoded = encoding.encode(rows)
+    widths = [spec.width for spec in encoding.arrays(PartShape("keys", 2, 96, "float32"))]
+    assert [array.shape[-1] for array in encoded] == widths
+    expected = mx.dequantize(codes, scales, biases, group_size=32, bits=bits)
+    assert mx.array_equal(encoding.decode(encoded), expected)
+
+
+def test_a_record_of_another_layout_has_no_plan() -> None:
+    policy = CodecPolicy.of(layout((2, 64, 64)), "q8")
+    assert policy.plan_of(plan_codec("none", layout((2, 64, 64))).schema).name == "none"
+    for other in (layout((3, 64, 64)), layout((2, 64, 32)), layout((2, 64, 64), dtype="float16")):
+        with pytest.raises(RecordError):
+            policy.plan_of(plan_codec("q8", other).schema)

@@ -1,0 +1,95 @@
+"""Layouts and rows made by hand, and records of them in bytearrays that stand for slabs."""
+
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from engine import pack
+from engine.attach import Attachment, Source
+from engine.kv.kinds import PartShape
+from engine.kv.layout import CacheLayout, LayerGroup
+from engine.pack import PackedRows
+
+# Keys and values of one layer, (1, heads, rows, width).
+Layer = tuple[mx.array, mx.array]
+
+
+def layout(*groups: tuple[int, int, int], heads: int = 2, dtype: str = "float32") -> CacheLayout:
+    """Groups are (layers, key width, value width)."""
+    made: list[LayerGroup] = []
+    first = 0
+    for layers, key_width, value_width in groups:
+        keys = PartShape("keys", heads, key_width, dtype)
+        values = PartShape("values", heads, value_width, dtype)
+        made.append(LayerGroup("kv", first, layers, (keys, values)))
+        first += layers
+    return CacheLayout(tuple(made))
+
+
+def random_layers(of: CacheLayout, rows: int, seed: int = 0) -> list[Layer]:
+    """Evaluated; no two rows alike."""
+    key = mx.random.key(seed)
+    layers: list[Layer] = []
+    for group in of.groups:
+        for _ in range(group.layers):
+            parts = []
+            for shape in group.parts:
+                key, used = mx.random.split(key)
+                rows_of = mx.random.normal((1, shape.heads, rows, shape.width), key=used)
+                parts.append((3 * rows_of).astype(shape.mlx_dtype))
+            layers.append((parts[0], parts[1]))
+    mx.eval(layers)
+    return layers
+
+
+def sliced(layers: Sequence[Layer], start: int, stop: int) -> list[Layer]:
+    """Rows [start, stop) of each layer, lazy."""
+    return [(keys[:, :, start:stop], values[:, :, start:stop]) for keys, values in layers]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One record: what a daemon would hold, and where its rows are in the sequence."""
+
+    view: memoryview
+    first_token: int
+    rows: int
+
+
+def store(packed: PackedRows, cuts: Sequence[int], helper: Executor) -> list[Stored]:
+    """Writes records that end at each of `cuts`, which are positions in the sequence."""
+    stored = []
+    first = packed.first_token
+    for cut in cuts:
+        rows = cut - first
+        size = packed.codec.record_overhead_bytes + rows * packed.codec.row_bytes
+        extent = memoryview(bytearray(size + 256))
+        used = helper.submit(pack.write, [packed], first, rows, extent).result()
+        assert used <= size
+        stored.append(Stored(extent[:used], first, rows))
+        first = cut
+    return stored
+
+
+def spans(records: Sequence[Stored], stop: int) -> list[Source]:
+    """Rows [0, stop) as a lookup returns them: the longest span of each record in turn."""
+    sources = []
+    position = 0
+    for stored in records:
+        end = min(stored.first_token + stored.rows, stop)
+        if end > position >= stored.first_token:
+            sources.append(Source(stored.view, position - stored.first_token, end - position))
+            position = end
+    assert position == stop
+    return sources
+
+
+def complete(attachment: Attachment, helper: Executor) -> list[Any]:
+    for block in attachment.blocks:
+        block.allocate()
+        helper.submit(block.copy).result()
+        block.decode()
+    return attachment.caches()
