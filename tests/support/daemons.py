@@ -23,7 +23,10 @@ def short_directory() -> Iterator[Path]:
     try:
         yield path
     finally:
-        shutil.rmtree(path)
+        while path.exists():
+            # A daemon that ends by itself may remove its own files at the same time.
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(path)
 
 
 class Cachestore:

@@ -153,7 +153,9 @@ def test_auto_starts_a_store_that_outlives_the_engine_and_ends_when_idle(
         assert engine.stop() == 0
     socket = directory / "cachestore.sock"
     assert socket.exists()
-    until(lambda: not socket.exists(), "the idle store to end", seconds=30)
+    lock = directory / "cachestore.sock.lock"
+    until(lambda: not lock.exists(), "the idle store to end", seconds=30)
+    assert not socket.exists()
 
 
 def test_auto_starts_the_store_again_after_its_death(directory: Path, model: Path) -> None:
