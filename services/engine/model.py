@@ -73,7 +73,6 @@ class LoadedModel:
     # Dtype that most floating-point weights have.
     dtype: str
     dequantized: bool
-    weights_bytes: int
 
 
 def load(spec: ModelSpec, backend: Backend) -> LoadedModel:
@@ -111,7 +110,6 @@ def load(spec: ModelSpec, backend: Backend) -> LoadedModel:
         eos_token_ids=tuple(sorted(tokenizer.eos_token_ids)),
         dtype=_dtype(weights),
         dequantized=dequantized,
-        weights_bytes=sum(array.nbytes for array in weights),
     )
 
 

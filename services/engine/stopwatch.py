@@ -21,11 +21,6 @@ class Stopwatch:
         self._since = now
         self._seconds = dict.fromkeys(Stage, 0.0)
 
-    @property
-    def since(self) -> float:
-        """When the present stage began."""
-        return self._since
-
     def enter(self, stage: Stage, now: float) -> None:
         """End the present stage and begin `stage`."""
         assert now >= self._since

@@ -3,13 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemons import Cachestore, short_directory, start_cachestore
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with short_directory() as path:
-        yield path
+from tests.support.daemons import Cachestore, start_cachestore
 
 
 @pytest.fixture
