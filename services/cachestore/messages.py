@@ -1,5 +1,6 @@
 """What the store holds, as messages of the proto."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from cachestore.catalog import Entry
@@ -21,6 +22,19 @@ def span(held: Span) -> pb.Span:
         record_bytes=held.record_bytes,
         first_row=held.first_row,
         rows=held.rows,
+    )
+
+
+def spans(held: Sequence[Span]) -> pb.Spans:
+    return pb.Spans(
+        record_ids=[span.record_id for span in held],
+        slab_ids=[span.extent.slab_id for span in held],
+        offsets=[span.extent.offset for span in held],
+        lengths=[span.extent.length for span in held],
+        generations=[span.extent.generation for span in held],
+        record_bytes=[span.record_bytes for span in held],
+        first_rows=[span.first_row for span in held],
+        rows=[span.rows for span in held],
     )
 
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from cachestore.v1 import cachestore_pb2
 
@@ -37,9 +38,11 @@ _KINDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Rows [first_row, first_row + rows) of one record, whose bytes lie at `offset`."""
+class Span(NamedTuple):
+    """Rows [first_row, first_row + rows) of one record, whose bytes lie at `offset`.
+
+    A tuple, and in the order of the columns, because a long match has hundreds.
+    """
 
     record_id: int
     slab_id: int
@@ -88,7 +91,7 @@ class Reservation:
 def lease(reply: cachestore_pb2.LookupResponse, limit: int) -> Lease:
     """Checks the answer to a lookup of at most `limit` rows."""
     kind = _KINDS.get(reply.kind)
-    spans = tuple(_span(span) for span in reply.spans)
+    spans = _spans(reply.spans)
     if kind is None:
         raise Contradiction(f"a match of unknown kind {reply.kind}")
     if reply.rows != sum(span.rows for span in spans) or reply.rows > limit:
@@ -123,26 +126,30 @@ def reservation(
     return Reservation(reply.reservation_id, reply.have, pieces, reply.reservation_seconds)
 
 
-def _span(span: cachestore_pb2.Span) -> Span:
-    extent = span.extent
-    _check_extent(extent, span.rows)
-    if not 0 < span.record_bytes <= extent.length:
-        raise Contradiction(f"a record of {span.record_bytes} bytes in {extent.length}")
-    return Span(
-        record_id=span.record_id,
-        slab_id=extent.slab_id,
-        offset=extent.offset,
-        length=extent.length,
-        generation=extent.generation,
-        record_bytes=span.record_bytes,
-        first_row=span.first_row,
-        rows=span.rows,
+def _spans(columns: cachestore_pb2.Spans) -> tuple[Span, ...]:
+    fields = (
+        columns.record_ids,
+        columns.slab_ids,
+        columns.offsets,
+        columns.lengths,
+        columns.generations,
+        columns.record_bytes,
+        columns.first_rows,
+        columns.rows,
     )
+    if len({len(column) for column in fields}) != 1:
+        raise Contradiction("spans whose columns differ in length")
+    spans = tuple(map(Span._make, zip(*fields, strict=True)))
+    for span in spans:
+        _check_extent(span.offset, span.length, span.rows)
+        if not 0 < span.record_bytes <= span.length:
+            raise Contradiction(f"a record of {span.record_bytes} bytes in {span.length}")
+    return spans
 
 
 def _piece(piece: cachestore_pb2.Piece) -> Piece:
     extent = piece.extent
-    _check_extent(extent, piece.rows)
+    _check_extent(extent.offset, extent.length, piece.rows)
     return Piece(
         slab_id=extent.slab_id,
         offset=extent.offset,
@@ -153,10 +160,9 @@ def _piece(piece: cachestore_pb2.Piece) -> Piece:
     )
 
 
-def _check_extent(extent: cachestore_pb2.Extent, rows: int) -> None:
-    aligned = extent.offset % _EXTENT_UNIT_BYTES == extent.length % _EXTENT_UNIT_BYTES == 0
-    if not aligned or extent.length == 0 or rows == 0:
-        raise Contradiction(f"{rows} rows in [{extent.offset}, +{extent.length})")
+def _check_extent(offset: int, length: int, rows: int) -> None:
+    if offset % _EXTENT_UNIT_BYTES or length % _EXTENT_UNIT_BYTES or length == 0 or rows == 0:
+        raise Contradiction(f"{rows} rows in [{offset}, +{length})")
 
 
 def _check_disjoint(pieces: Sequence[Piece]) -> None:

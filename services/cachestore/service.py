@@ -64,7 +64,7 @@ class CachestoreService(CatalogService):
             retired_slab_ids=self._retired(context),
             kind=pb.MatchKind.ValueType(match.kind),
             rows=match.rows,
-            spans=map(messages.span, match.spans),
+            spans=messages.spans(match.spans),
             lease_id=match.lease_id,
             lease_seconds=self._config.lease_seconds if match.lease_id else 0.0,
         )

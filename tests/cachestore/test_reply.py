@@ -1,6 +1,6 @@
 """Answers that cannot be true are told from those that can."""
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableSequence
 
 import pytest
 
@@ -14,25 +14,23 @@ def match() -> pb.LookupResponse:
     return pb.LookupResponse(
         kind=pb.MATCH_KIND_PREFIX,
         rows=5,
-        spans=[
-            pb.Span(
-                record_id=7,
-                extent=pb.Extent(slab_id=1, offset=256, length=512, generation=3),
-                record_bytes=500,
-                first_row=0,
-                rows=2,
-            ),
-            pb.Span(
-                record_id=8,
-                extent=pb.Extent(slab_id=1, offset=768, length=512, generation=4),
-                record_bytes=512,
-                first_row=1,
-                rows=3,
-            ),
-        ],
+        spans=pb.Spans(
+            record_ids=[7, 8],
+            slab_ids=[1, 1],
+            offsets=[256, 768],
+            lengths=[512, 512],
+            generations=[3, 4],
+            record_bytes=[500, 512],
+            first_rows=[0, 1],
+            rows=[2, 3],
+        ),
         lease_id=9,
         lease_seconds=30,
     )
+
+
+def replace(column: MutableSequence[int], value: int) -> None:
+    column[0] = value
 
 
 def request() -> pb.ReserveRequest:
@@ -76,15 +74,16 @@ def test_a_miss_has_nothing_to_release() -> None:
         lambda m: setattr(m, "kind", 99),
         lambda m: setattr(m, "kind", pb.MATCH_KIND_MISS),
         lambda m: setattr(m, "rows", 4),
-        lambda m: setattr(m.spans[0], "rows", 3),
-        lambda m: setattr(m.spans[0], "rows", 0),
-        lambda m: m.spans.add(),
-        lambda m: m.spans.pop(),
-        lambda m: setattr(m.spans[0].extent, "offset", 255),
-        lambda m: setattr(m.spans[0].extent, "length", 511),
-        lambda m: setattr(m.spans[0].extent, "length", 0),
-        lambda m: setattr(m.spans[0], "record_bytes", 513),
-        lambda m: setattr(m.spans[0], "record_bytes", 0),
+        lambda m: replace(m.spans.rows, 3),
+        lambda m: replace(m.spans.rows, 0),
+        lambda m: m.spans.rows.pop(),
+        lambda m: m.spans.generations.append(5),
+        lambda m: m.ClearField("spans"),
+        lambda m: replace(m.spans.offsets, 255),
+        lambda m: replace(m.spans.lengths, 511),
+        lambda m: replace(m.spans.lengths, 0),
+        lambda m: replace(m.spans.record_bytes, 513),
+        lambda m: replace(m.spans.record_bytes, 0),
         lambda m: setattr(m, "lease_id", 0),
         lambda m: setattr(m, "lease_seconds", 0),
         lambda m: setattr(m, "lease_seconds", float("nan")),
