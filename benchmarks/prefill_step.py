@@ -1,20 +1,16 @@
 """How many prompt tokens to compute in one forward: alone, and while other rows decode.
 
-    python -m benchmarks.prefill_step --model smollm2 [--tokens 1536] [--rows 4] [--json]
+    python -m benchmarks.prefill_step --model smollm2 [--tokens 1536] [--rows 4] [--json FILE]
 
 For each step: time of a cold prompt that has the engine for itself, and the longest gap between
 two tokens of rows that decode meanwhile. PREFILL_STEPS in engine/config.py comes from this.
 """
 
-import argparse
-import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks.measure import Columns, flags, median, publish, seconds
 from engine import backend
 
 backend.prepare()
@@ -71,42 +67,38 @@ def measure(model: Any, vocabulary: int, step: int, tokens: int, rows: int) -> M
         plain.append(time.perf_counter() - began)
     beside, longest = until_first_token(batch, batch.insert(long, None, 0, None))
     batch.close()
-    return Measured(step, alone, beside, longest, longest / float(np.median(plain)))
+    return Measured(step, alone, beside, longest, longest / median(plain))
+
+
+COLUMNS: Columns = {
+    "step": lambda row: str(row.step),
+    "alone": lambda row: seconds(row.alone_seconds),
+    "beside": lambda row: seconds(row.beside_seconds),
+    "longest gap": lambda row: seconds(row.longest_gap_seconds),
+    "in decode steps": lambda row: f"{row.gap_ratio:.1f}",
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = flags(__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tokens", type=int, default=1536, help="prompt length (1536)")
     parser.add_argument("--rows", type=int, default=4, help="rows that decode meanwhile (4)")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.small:
+        options.tokens, options.rows = 64, 2
     device = backend.describe()
     backend.apply_memory_limits(backend.memory_limits(device))
     loaded = load(ModelSpec(options.model), device)
     steps = [step for step in STEPS if step <= 2 * options.tokens]
     # The first run pays for pages and kernels.
     measure(loaded.model, loaded.vocabulary_tokens, steps[0], 64, 1)
-    found = [
+    rows = [
         measure(loaded.model, loaded.vocabulary_tokens, step, options.tokens, options.rows)
         for step in steps
     ]
-    if options.json:
-        print(json.dumps([asdict(row) for row in found], indent=2))
-        return
     title = f"{options.tokens} tokens, {options.rows} rows decoding, {device.device_name}"
-    table = Table(title=title)
-    for name in ("step", "alone", "beside", "longest gap", "gap / decode step"):
-        table.add_column(name, justify="right")
-    for row in found:
-        table.add_row(
-            str(row.step),
-            f"{row.alone_seconds:.2f} s",
-            f"{row.beside_seconds:.2f} s",
-            f"{row.longest_gap_seconds:.2f} s",
-            f"{row.gap_ratio:.1f}",
-        )
-    Console().print(table)
+    publish(options, title, COLUMNS, rows)
 
 
 if __name__ == "__main__":
