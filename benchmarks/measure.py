@@ -6,6 +6,7 @@ import os
 import platform
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -41,7 +42,8 @@ def publish(options: argparse.Namespace, title: str, columns: Columns, rows: Seq
         table.add_column(heading, justify="right" if place else "left")
     for row in rows:
         table.add_row(*(show(row) for show in columns.values()))
-    Console().print(table)
+    # Without a terminal a line is 80 columns, which is too little.
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
     if options.json is not None:
         found = {
             "command": " ".join(
@@ -52,6 +54,11 @@ def publish(options: argparse.Namespace, title: str, columns: Columns, rows: Seq
             "rows": [asdict(row) for row in rows],
         }
         options.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def progress(text: str) -> None:
+    """What is measured now, for whoever waits."""
+    print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
 
 
 def machine() -> dict[str, Any]:
