@@ -37,7 +37,7 @@ _FOLLOWERS = {
 }
 
 
-class _Hole(NamedTuple):
+class Hole(NamedTuple):
     """Free bytes, as large as they can be. Ordered for best fit: by length, then by address.
 
     A tuple because comparisons are most of what the arena does.
@@ -54,8 +54,8 @@ class _Slab:
 
     bytes: int
     bytes_free: int = 0
-    hole_at: dict[int, _Hole] = field(default_factory=dict)
-    hole_until: dict[int, _Hole] = field(default_factory=dict)
+    hole_at: dict[int, Hole] = field(default_factory=dict)
+    hole_until: dict[int, Hole] = field(default_factory=dict)
 
 
 def aligned(length: int) -> int:
@@ -66,7 +66,7 @@ class Arena:
     """Slabs, tiled without gaps by extents and holes.
 
                      allocate            turn
-        hole  ─────────────────▶ RESERVED ────▶ USED
+        hole  ─────────────────▶ RESERVED ────▶ USED ⟲ slide
          ▲                          │  │          │
          │         free             │  └──────▶ QUARANTINED
          └──────────────────────────┴─────────────┴───┘
@@ -82,7 +82,7 @@ class Arena:
     def __init__(self) -> None:
         self._retiring: dict[int, int] = {}  # bytes by slab id
         self._slabs: dict[int, _Slab] = {}
-        self._holes: SortedList[_Hole] = SortedList()
+        self._holes: SortedList[Hole] = SortedList()
         self._held: dict[State, set[Extent]] = {state: set() for state in State}
         self._bytes: dict[State, int] = dict.fromkeys(State, 0)
         self._last_slab_id = 0
@@ -106,6 +106,24 @@ class Arena:
         """Slabs in which nothing lies, retiring ones aside, the oldest first."""
         return [slab_id for slab_id, slab in self._slabs.items() if slab.bytes_free == slab.bytes]
 
+    @property
+    def slab_ids(self) -> list[int]:
+        """Slabs in use, the oldest first."""
+        return list(self._slabs)
+
+    def holes(self, slab_id: int) -> list[Hole]:
+        """All holes of a slab in use, by address."""
+        return sorted(self._slabs[slab_id].hole_at.values(), key=lambda hole: hole.offset)
+
+    def is_hole_from(self, slab_id: int, offset: int) -> bool:
+        """Whether a hole begins there."""
+        return offset in self._slabs[slab_id].hole_at
+
+    def bytes_in_holes(self, length: int) -> int:
+        """Bytes of all holes of at least that length; O(holes)."""
+        first = self._holes.bisect_left(Hole(length))
+        return sum(hole.length for hole in self._holes.islice(first))
+
     def bytes_in(self, state: State) -> int:
         return self._bytes[state]
 
@@ -118,7 +136,7 @@ class Arena:
         self._last_slab_id += 1
         self._slabs[self._last_slab_id] = _Slab(size_bytes)
         self.bytes_slabs += size_bytes
-        self._add_hole(_Hole(size_bytes, self._last_slab_id, 0))
+        self._add_hole(Hole(size_bytes, self._last_slab_id, 0))
         return self._last_slab_id
 
     def retire_slab(self, slab_id: int) -> None:
@@ -136,18 +154,14 @@ class Arena:
         """A reserved extent, or None when no hole is large enough."""
         assert length > 0
         assert length % EXTENT_UNIT_BYTES == 0
-        index = self._holes.bisect_left(_Hole(length))
+        index = self._holes.bisect_left(Hole(length))
         if index == len(self._holes):
             return None
-        hole: _Hole = self._holes[index]
+        hole: Hole = self._holes[index]
         self._remove_hole(hole)
         if hole.length > length:
-            self._add_hole(_Hole(hole.length - length, hole.slab_id, hole.offset + length))
-        self._last_generation += 1
-        extent = Extent(hole.slab_id, hole.offset, length, self._last_generation)
-        self._held[State.RESERVED].add(extent)
-        self._bytes[State.RESERVED] += length
-        return extent
+            self._add_hole(Hole(hole.length - length, hole.slab_id, hole.offset + length))
+        return self._hold(State.RESERVED, hole.slab_id, hole.offset, length)
 
     def turn(self, extent: Extent, state: State) -> None:
         before = self._state(extent)
@@ -158,15 +172,17 @@ class Arena:
 
     def free(self, extent: Extent) -> None:
         self._take(extent, self._state(extent))
-        slab = self._slabs[extent.slab_id]
-        start, end = extent.offset, extent.offset + extent.length
-        if (below := slab.hole_until.get(start)) is not None:
-            self._remove_hole(below)
-            start = below.offset
-        if (above := slab.hole_at.get(end)) is not None:
-            self._remove_hole(above)
-            end += above.length
-        self._add_hole(_Hole(end - start, extent.slab_id, start))
+        self._open(extent.slab_id, extent.offset, extent.offset + extent.length)
+
+    def slide(self, extent: Extent) -> Extent:
+        """A used extent changes places with the hole right before it; returns its new self."""
+        assert extent in self._held[State.USED]
+        hole = self._slabs[extent.slab_id].hole_until[extent.offset]
+        self._take(extent, State.USED)
+        self._remove_hole(hole)
+        end = hole.offset + extent.length
+        self._open(extent.slab_id, end, end + hole.length)
+        return self._hold(State.USED, extent.slab_id, hole.offset, extent.length)
 
     def could_hold(self, lengths: Sequence[int], staying: Iterable[Extent]) -> bool:
         """Whether extents of these lengths fit when of the used ones only `staying` remain.
@@ -221,6 +237,24 @@ class Arena:
         for slab_id, end in ends.items():
             yield self._slabs[slab_id].bytes - end
 
+    def _hold(self, state: State, slab_id: int, offset: int, length: int) -> Extent:
+        self._last_generation += 1
+        extent = Extent(slab_id, offset, length, self._last_generation)
+        self._held[state].add(extent)
+        self._bytes[state] += length
+        return extent
+
+    def _open(self, slab_id: int, start: int, end: int) -> None:
+        """Make a hole of [start, end), together with those that it touches."""
+        slab = self._slabs[slab_id]
+        if (below := slab.hole_until.get(start)) is not None:
+            self._remove_hole(below)
+            start = below.offset
+        if (above := slab.hole_at.get(end)) is not None:
+            self._remove_hole(above)
+            end += above.length
+        self._add_hole(Hole(end - start, slab_id, start))
+
     def _state(self, extent: Extent) -> State:
         for state, held in self._held.items():
             if extent in held:
@@ -231,14 +265,14 @@ class Arena:
         self._held[state].remove(extent)
         self._bytes[state] -= extent.length
 
-    def _add_hole(self, hole: _Hole) -> None:
+    def _add_hole(self, hole: Hole) -> None:
         slab = self._slabs[hole.slab_id]
         slab.hole_at[hole.offset] = hole
         slab.hole_until[hole.offset + hole.length] = hole
         slab.bytes_free += hole.length
         self._holes.add(hole)
 
-    def _remove_hole(self, hole: _Hole) -> None:
+    def _remove_hole(self, hole: Hole) -> None:
         slab = self._slabs[hole.slab_id]
         del slab.hole_at[hole.offset]
         del slab.hole_until[hole.offset + hole.length]

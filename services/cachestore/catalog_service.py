@@ -1,17 +1,17 @@
 """The calls of cachestore-admin."""
 
 import asyncio
-import mmap
 from abc import ABC
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict
 
-from cachestore import messages, record, shm
+from cachestore import messages, record
 from cachestore.calls import Calls, Context
 from cachestore.catalog import Evicted
 from cachestore.config import ENTRIES_PER_CALL_MAX, NAMESPACE_BYTES
+from cachestore.memory import Memory
 from cachestore.retirement import Retirement, Slab
-from cachestore.store import Extent, Store
+from cachestore.store import Store
 from cachestore.v1 import cachestore_pb2 as pb
 from cachestore.v1 import cachestore_pb2_grpc
 from cachestore.validation import invalid
@@ -98,7 +98,7 @@ class CatalogService(cachestore_pb2_grpc.CachestoreServicer, ABC):
     async def Verify(
         self, request: pb.VerifyRequest, context: Context
     ) -> AsyncIterator[pb.VerifyResponse]:
-        memory = _Memory(self._slabs)
+        memory = Memory(self._slabs)
         steps = await self._calls.run(
             context, lambda _session, now: verify(self._store, now, memory.view), counted=False
         )
@@ -111,26 +111,10 @@ class CatalogService(cachestore_pb2_grpc.CachestoreServicer, ABC):
             catalog = self._store.catalog(now)
             held = catalog.find(request.record_id)
             size = min(held.span.record_bytes, record.HEADER_BYTES_MAX)
-            head = bytes(_Memory(self._slabs).view(held.span.extent)[:size])
+            head = bytes(Memory(self._slabs).view(held.span.extent)[:size])
             return pb.InspectResponse(entry=messages.entry(catalog.entry(held, now)), head=head)
 
         return await self._calls.run(context, inspect, counted=False)
-
-
-class _Memory:
-    """The daemon's own view of its slabs, mapped when needed and as long as this lives."""
-
-    def __init__(self, slabs: Mapping[int, Slab]) -> None:
-        self._slabs = slabs
-        self._mapped: dict[int, mmap.mmap] = {}
-
-    def view(self, extent: Extent) -> memoryview:
-        mapping = self._mapped.get(extent.slab_id)
-        if mapping is None:
-            slab = self._slabs[extent.slab_id]
-            mapping = self._mapped[extent.slab_id] = shm.map_slab(slab.fd, slab.size)
-        end = extent.offset + extent.length
-        return memoryview(mapping).toreadonly()[extent.offset : end]
 
 
 def _require_namespace(namespace: bytes) -> None:

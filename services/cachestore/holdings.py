@@ -1,7 +1,9 @@
 """What is held: namespaces, their trees, the bytes of their records, and who leaves for room."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from sortedcontainers import SortedList
 
 from cachestore.arena import Arena, Extent, State
 from cachestore.config import TOKEN_BYTES, StoreConfig
@@ -46,9 +48,36 @@ class Holdings:
         self.growing = True
         self._config = config
         self._policy = LeastRecentlyUsed()
+        self._at: dict[tuple[int, int], Record] = {}  # by slab and offset
+        self._lengths: SortedList[int] = SortedList()  # of all records' extents
         self._pinned: set[Record] = set()
         self._bytes_pinned = 0
         self._last_record_id = 0
+
+    @property
+    def median_bytes(self) -> int:
+        """Of the extents of all records; 0 without records."""
+        return int(self._lengths[(len(self._lengths) - 1) // 2]) if self._lengths else 0
+
+    @property
+    def bytes_useful(self) -> int:
+        """Free bytes in holes that a record of the median size fits in."""
+        return self.arena.bytes_in_holes(self.median_bytes)
+
+    def record_at(self, slab_id: int, offset: int) -> Record | None:
+        """The record whose extent begins there."""
+        return self._at.get((slab_id, offset))
+
+    def slide(self, record: Record) -> Extent:
+        """A record without pins changes places with the hole before it; the caller moves its
+        bytes, before anything else happens."""
+        assert record.pins == 0
+        extent = record.span.extent
+        moved = self.arena.slide(extent)
+        del self._at[extent.slab_id, extent.offset]
+        self._at[moved.slab_id, moved.offset] = record
+        record.span = replace(record.span, extent=moved)
+        return moved
 
     def walk(self, namespace: bytes, tokens: bytes) -> Walk:
         held = self.namespaces.get(namespace)
@@ -137,6 +166,8 @@ class Holdings:
             namespace.bytes_used += piece.extent.length
             record = namespace.tree.insert(end, offset, run, span)
             self.records[span.record_id] = record
+            self._at[span.extent.slab_id, span.extent.offset] = record
+            self._lengths.add(span.extent.length)
             path.append(record)
             end, offset = record, record.rows
         if walk.path:
@@ -163,8 +194,11 @@ class Holdings:
         namespace = self.namespaces[record.namespace]
         self._policy.forget(record)
         above = namespace.tree.remove(record)
+        extent = record.span.extent
         del self.records[record.span.record_id]
-        self.arena.free(record.span.extent)
+        del self._at[extent.slab_id, extent.offset]
+        self._lengths.remove(extent.length)
+        self.arena.free(extent)
         namespace.bytes_used -= record.bytes_held
         self.bytes_padding -= record.span.bytes_padding
         self.bytes_stranded -= record.span.bytes_stranded
@@ -188,6 +222,9 @@ class Holdings:
         extents = {record.span.extent for record in records}
         assert extents == self.arena.held(State.USED)
         assert len(extents) == len(records)
+        at = {(r.span.extent.slab_id, r.span.extent.offset): r for r in records}
+        assert self._at == at
+        assert list(self._lengths) == sorted(extent.length for extent in extents)
         for key, namespace in self.namespaces.items():
             namespace.tree.check()
             assert namespace.tree.namespace == key

@@ -22,6 +22,7 @@ def report(stats: pb.StatsResponse) -> Report:
         *("bytes_padding", "bytes_stranded", "slabs", "records", "sequences"),
         *("tokens", "evictions", "bytes_evicted", "sessions", "leases", "reservations"),
         *("waiting", "announced", "pinned", "slab_failures", "check_failures"),
+        *("bytes_useful", "bytes_moved"),
     )
     return {
         **_fields(stats, names),
@@ -71,9 +72,9 @@ def _memory(found: Report) -> Table:
     for name in ("budget", "slabs", "used", "reserved", "quarantined", "retiring", "free"):
         size = found[f"bytes_{name}"]
         table.add_row(name, size_text(size), _percent(size / found["bytes_budget"]))
-    for name in ("padding", "stranded"):
+    for kind, name in (("used", "padding"), ("used", "stranded"), ("free", "useful")):
         size = found[f"bytes_{name}"]
-        table.add_row(f"used: {name}", size_text(size), _percent(size / found["bytes_budget"]))
+        table.add_row(f"{kind}: {name}", size_text(size), _percent(size / found["bytes_budget"]))
     return table
 
 
@@ -104,6 +105,7 @@ def _activity(found: Report) -> Table:
         "writes", ", ".join(f"{writes[name]:,} {name.replace('_', ' ')}" for name in writes)
     )
     table.add_row("evictions", f"{found['evictions']:,} ({size_text(found['bytes_evicted'])})")
+    table.add_row("moved to make free bytes useful", size_text(found["bytes_moved"]))
     if found["slab_failures"]:
         table.add_row("no memory for a slab", f"{found['slab_failures']:,} times")
     table.add_row(

@@ -16,6 +16,7 @@ from grpc_health.v1.health import aio as health_aio
 
 from cachestore import endpoint
 from cachestore.config import StoreConfig
+from cachestore.memory import Memory
 from cachestore.retirement import Retirement, Slab
 from cachestore.service import CachestoreService
 from cachestore.session import SessionServer
@@ -91,6 +92,7 @@ async def _serve(config: ServerConfig) -> None:
         upkeep = Upkeep(store, time.monotonic, lambda: service.calls, retirement.retire)
         while not await _ended(stop, config, sessions):
             upkeep.tick()
+            await upkeep.compact(Memory(slabs).move)
             if not store.sound:
                 await _set_health(health, health_pb2.HealthCheckResponse.NOT_SERVING)
     finally:

@@ -45,6 +45,7 @@ class Statistics:
     bytes_quarantined: int
     bytes_retiring: int
     bytes_free: int
+    bytes_useful: int
     bytes_padding: int
     bytes_stranded: int
     slabs: int
@@ -56,6 +57,7 @@ class Statistics:
     writes: WriteStatistics
     evictions: int
     bytes_evicted: int
+    bytes_moved: int
     sessions: int
     leases: int
     reservations: int

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from cachestore.announce import Announcement, Announcements
 from cachestore.arena import Extent, State
 from cachestore.catalog import Catalog
+from cachestore.compaction import Compaction, Move
 from cachestore.config import TOKEN_BYTES, StoreConfig
 from cachestore.holdings import Holdings, Piece
 from cachestore.lease import Claims, random_id
@@ -68,6 +69,7 @@ class Store:
             config.record_tokens, config.max_announced_tokens_per_session
         )
         self._catalog = Catalog(config, self._holdings)
+        self._compaction = Compaction(self._holdings)
         self._staging = Staging(config, self._holdings, new_id)
         self._lookups = LookupCounts()
         self._settled: Callable[[], None] = lambda: None
@@ -267,6 +269,12 @@ class Store:
         """Drop everything that is not in use or pinned; return how many records that were."""
         return self._catalog.evict(self._catalog.everything()).records
 
+    def compact(self, move: Move) -> bool:
+        """Bring scattered free bytes together a little, by moving records that nobody uses with
+        `move(from, to)`, which has to copy at once; the two may overlap. True if there is more
+        to do."""
+        return self.sound and self._compaction.step(move)
+
     def statistics(self, now: float) -> Statistics:
         self.expire(now)
         arena = self._holdings.arena
@@ -279,6 +287,7 @@ class Store:
             bytes_quarantined=arena.bytes_in(State.QUARANTINED),
             bytes_retiring=arena.bytes_retiring,
             bytes_free=arena.bytes_free,
+            bytes_useful=self._holdings.bytes_useful,
             bytes_padding=self._holdings.bytes_padding,
             bytes_stranded=self._holdings.bytes_stranded,
             slabs=arena.slabs,
@@ -290,6 +299,7 @@ class Store:
             writes=self._staging.counts.statistics(),
             evictions=self._holdings.evictions,
             bytes_evicted=self._holdings.bytes_evicted,
+            bytes_moved=self._compaction.bytes_moved,
             sessions=sum(self._counted.values()),
             leases=len(self._leases),
             reservations=len(self._staging),

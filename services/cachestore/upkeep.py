@@ -1,15 +1,20 @@
 """What the daemon does between calls: it ends what has lapsed, and looks after itself."""
 
+import asyncio
 import gc
 import logging
 import time
 from collections.abc import Callable
 
+from cachestore.compaction import Move
 from cachestore.store import Store
 
 CHECK_SECONDS = 60.0
 RETIRE_SECONDS = 60.0
 STALL_SECONDS_MAX = 0.02
+# Of each second, at most a third goes into compaction, and calls come in between its steps.
+_COMPACTION_STEPS_MAX = 100
+_COMPACTION_PAUSE_SECONDS = 0.002
 # A slow machine's, until the first check has been measured.
 _CHECK_SECONDS_PER_RECORD = 2e-5
 _YOUNG_OBJECTS = 5_000
@@ -70,6 +75,13 @@ class Upkeep:
         else:
             self._busy_until = now
         self._calls_seen = calls
+
+    async def compact(self, move: Move) -> None:
+        """Bring free bytes together, as far as one second allows it."""
+        for _ in range(_COMPACTION_STEPS_MAX):
+            if not self._store.compact(move):
+                return
+            await asyncio.sleep(_COMPACTION_PAUSE_SECONDS)
 
     def _collect(self) -> None:
         """Whatever is alive when nothing happens is here to stay: set it aside.

@@ -20,6 +20,7 @@ KEYS = {
     *("tokens", "namespaces", "lookups", "writes", "evictions", "bytes_evicted", "sessions"),
     *("leases", "reservations", "waiting", "announced", "slab_failures"),
     *("check_failures", "bytes_padding", "bytes_stranded", "bytes_retiring", "pinned"),
+    *("bytes_useful", "bytes_moved"),
 }
 
 

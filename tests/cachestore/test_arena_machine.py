@@ -96,6 +96,28 @@ class ArenaMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
+    def slide(self, data: st.DataObject) -> None:
+        extent = data.draw(st.sampled_from(list(self.live)))
+        end = extent.offset // UNIT
+        before = [
+            units
+            for units, slab_id, first in self.gaps(set(self.live))
+            if slab_id == extent.slab_id and first + units == end
+        ]
+        if self.live[extent] is not State.USED or not before:
+            with pytest.raises((AssertionError, KeyError)):
+                self.arena.slide(extent)
+            return
+        moved = self.arena.slide(extent)
+        assert (moved.slab_id, moved.length) == (extent.slab_id, extent.length)
+        assert moved.offset == extent.offset - before[0] * UNIT
+        assert moved.generation > max(known.generation for known in [*self.live, *self.freed])
+        del self.live[extent]
+        self.freed.append(extent)
+        self.live[moved] = State.USED
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         extent = data.draw(st.sampled_from(list(self.live)))
         self.arena.free(extent)

@@ -337,6 +337,13 @@ class StoreMachine(RuleBasedStateMachine):
             record_id = data.draw(st.sampled_from(sorted(self.store.records)))
             self.lost += catalog.evict(catalog.behind(record_id)).records
 
+    @rule(steps=st.integers(1, 20))
+    def compact(self, steps: int) -> None:
+        """What is leased, staged or pinned stays where it is; the rest is still read as it was."""
+        for _ in range(steps):
+            if not self.store.compact(self.bench.move):
+                break
+
     @rule()
     def retire_slabs(self) -> None:
         self.retiring += self.store.retire_slabs()

@@ -55,6 +55,10 @@ class Bench:
         slab = memoryview(self.slabs[extent.slab_id])
         return slab[extent.offset : extent.offset + extent.length]
 
+    def move(self, source: Extent, target: Extent) -> None:
+        assert source.length == target.length
+        self.memory(target)[:] = bytes(self.memory(source))
+
     def reserve(
         self,
         ids: Sequence[int],

@@ -762,6 +762,8 @@ class StatsResponse(_message.Message):
     BYTES_STRANDED_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
     BYTES_RETIRING_FIELD_NUMBER: _builtins.int
+    BYTES_USEFUL_FIELD_NUMBER: _builtins.int
+    BYTES_MOVED_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the daemon."""
     pid: _builtins.int
@@ -822,6 +824,10 @@ class StatsResponse(_message.Message):
     """Records that are pinned, each with all before it."""
     bytes_retiring: _builtins.int
     """Slabs given back, until every client has unmapped them or ended."""
+    bytes_useful: _builtins.int
+    """Of bytes_free: in holes that a record of the median size fits in."""
+    bytes_moved: _builtins.int
+    """Copied since start to bring free bytes together."""
     @_builtins.property
     def namespaces(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamespaceStats]:
         """One for each namespace that has a record."""
@@ -866,10 +872,12 @@ class StatsResponse(_message.Message):
         bytes_stranded: _builtins.int = ...,
         pinned: _builtins.int = ...,
         bytes_retiring: _builtins.int = ...,
+        bytes_useful: _builtins.int = ...,
+        bytes_moved: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lookups", b"lookups", "writes", b"writes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced", b"announced", "bytes_budget", b"bytes_budget", "bytes_evicted", b"bytes_evicted", "bytes_free", b"bytes_free", "bytes_padding", b"bytes_padding", "bytes_quarantined", b"bytes_quarantined", "bytes_reserved", b"bytes_reserved", "bytes_retiring", b"bytes_retiring", "bytes_slabs", b"bytes_slabs", "bytes_stranded", b"bytes_stranded", "bytes_used", b"bytes_used", "check_failures", b"check_failures", "evictions", b"evictions", "leases", b"leases", "lookups", b"lookups", "namespaces", b"namespaces", "pid", b"pid", "pinned", b"pinned", "records", b"records", "reservations", b"reservations", "sequences", b"sequences", "sessions", b"sessions", "slab_failures", b"slab_failures", "slabs", b"slabs", "tokens", b"tokens", "uptime_seconds", b"uptime_seconds", "version", b"version", "waiting", b"waiting", "writes", b"writes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced", b"announced", "bytes_budget", b"bytes_budget", "bytes_evicted", b"bytes_evicted", "bytes_free", b"bytes_free", "bytes_moved", b"bytes_moved", "bytes_padding", b"bytes_padding", "bytes_quarantined", b"bytes_quarantined", "bytes_reserved", b"bytes_reserved", "bytes_retiring", b"bytes_retiring", "bytes_slabs", b"bytes_slabs", "bytes_stranded", b"bytes_stranded", "bytes_used", b"bytes_used", "bytes_useful", b"bytes_useful", "check_failures", b"check_failures", "evictions", b"evictions", "leases", b"leases", "lookups", b"lookups", "namespaces", b"namespaces", "pid", b"pid", "pinned", b"pinned", "records", b"records", "reservations", b"reservations", "sequences", b"sequences", "sessions", b"sessions", "slab_failures", b"slab_failures", "slabs", b"slabs", "tokens", b"tokens", "uptime_seconds", b"uptime_seconds", "version", b"version", "waiting", b"waiting", "writes", b"writes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
