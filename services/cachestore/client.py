@@ -193,7 +193,10 @@ class Client:
         label: str,
     ) -> Reservation:
         """Room for the rows of `tokens` that the store lacks, of which the caller can write
-        those from `first_row` on. Each row takes `row_bytes`, each record the overhead too."""
+        those from `first_row` on. Each row takes `row_bytes`, each record the overhead too.
+
+        A long sequence takes several reservations, one after the commit of the other, until
+        `Reservation.end` is its last token."""
         request = pb.ReserveRequest(
             namespace=namespace,
             tokens=tokens,

@@ -35,6 +35,8 @@ class StoreConfig:
     max_namespaces: int = 4096
     max_leases_per_session: int = 4096
     max_reservations_per_session: int = 1024
+    # A longer write takes several: the store is busy for about 30 µs with each record.
+    max_records_per_reservation: int = 256
     max_pinned: int = 4096
     # Announced tokens are kept, 4 bytes each.
     max_announced_tokens_per_session: int = 1 << 22

@@ -109,17 +109,30 @@ class Holdings:
         if path:
             self._policy.settle(path[-1])
 
+    def require_bytes(self, needed: int) -> None:
+        """Refuse what cannot fit, however the bytes may lie, before anything is evicted for it."""
+        budget = self._config.budget_bytes
+        if needed > budget:
+            raise Refused(
+                RefusalCode.RESOURCE_EXHAUSTED,
+                f"tokens: the entry takes {needed} bytes of a budget of {budget}; "
+                "raise --budget or store fewer tokens",
+            )
+        unpinned = self.arena.bytes_in(State.USED) - self._bytes_pinned
+        growth = budget - self.arena.bytes_slabs
+        if needed > self.arena.bytes_free + growth + unpinned:
+            raise _no_room()
+
     def allocate(self, lengths: Sequence[int]) -> list[Extent]:
         """Extents of these lengths, all equal but the last, which may be shorter.
 
         Takes free bytes first, then asks for a slab (NeedSlab), then evicts; the other way
         round when not growing. Raises Refused, if it can be known before anything is evicted,
-        when what is pinned or being written leaves no room.
+        when what is pinned or being written leaves no room. The caller has asked `require_bytes`.
         """
         taken: list[Extent] = []
         evicting = False
         try:
-            self._require_bytes(sum(lengths))
             for index, length in enumerate(lengths):
                 extent = self.arena.allocate(length)
                 if extent is None and not evicting:
@@ -137,11 +150,13 @@ class Holdings:
         key: bytes,
         label: str,
         tokens: bytes,
+        whole: bool,
         pieces: Sequence[Piece],
         record_bytes: Sequence[int],
         now: float,
     ) -> int:
-        """Add what is still missing of a sequence, and mark its end; return the rows added.
+        """Add what is still missing of a sequence, and mark its end unless there is more of it to
+        come; return the rows added.
 
         The pieces cover the sequence from somewhere inside what is held to its end:
 
@@ -172,7 +187,8 @@ class Holdings:
             end, offset = record, record.rows
         if walk.path:
             self._policy.settle(walk.path[-1])
-        namespace.tree.mark(end, offset)
+        if whole:
+            namespace.tree.mark(end, offset)
         self._use(path, now)
         return len(tokens) // TOKEN_BYTES - walk.depth
 
@@ -233,20 +249,6 @@ class Holdings:
         # A pinned record has only pinned ones above it.
         above = [record.parent for record in pinned]
         assert all(parent.pins > 0 for parent in above if parent is not None and parent.rows > 0)
-
-    def _require_bytes(self, needed: int) -> None:
-        """Refuse what cannot fit, however the bytes may lie."""
-        budget = self._config.budget_bytes
-        if needed > budget:
-            raise Refused(
-                RefusalCode.RESOURCE_EXHAUSTED,
-                f"tokens: the entry takes {needed} bytes of a budget of {budget}; "
-                "raise --budget or store fewer tokens",
-            )
-        unpinned = self.arena.bytes_in(State.USED) - self._bytes_pinned
-        growth = budget - self.arena.bytes_slabs
-        if needed > self.arena.bytes_free + growth + unpinned:
-            raise _no_room()
 
     def _require_room(self, lengths: Sequence[int], whole: int) -> None:
         """Called when no hole is large enough, before anything is evicted.

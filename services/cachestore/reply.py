@@ -80,12 +80,17 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Room for rows [have, tokens); rows [0, have) are held by the store already."""
+    """Room for rows [have, end); rows [0, have) are held by the store already. When `end` is not
+    the last token, the rest takes another reservation after the commit of this one."""
 
     id: int
     have: int
     pieces: tuple[Piece, ...]
     seconds: float
+
+    @property
+    def end(self) -> int:
+        return self.pieces[-1].first_token + self.pieces[-1].rows if self.pieces else self.have
 
 
 def lease(reply: cachestore_pb2.LookupResponse, limit: int) -> Lease:
@@ -107,7 +112,7 @@ def lease(reply: cachestore_pb2.LookupResponse, limit: int) -> Lease:
 def reservation(
     reply: cachestore_pb2.ReserveResponse, request: cachestore_pb2.ReserveRequest
 ) -> Reservation:
-    """Checks that the pieces cover the rows that are not held, in order, with room for each."""
+    """Checks that the pieces cover rows that are not held, in order, with room for each."""
     tokens = len(request.tokens) // _TOKEN_BYTES
     pieces = tuple(_piece(piece) for piece in reply.pieces)
     if reply.have < request.first_row:
@@ -119,7 +124,7 @@ def reservation(
         if piece.length < request.record_overhead_bytes + piece.rows * request.row_bytes:
             raise Contradiction(f"{piece.length} bytes for {piece.rows} rows")
         row += piece.rows
-    if row != tokens:
+    if row > tokens or (row < tokens and not pieces):
         raise Contradiction(f"a reservation up to row {row} of {tokens}")
     _check_disjoint(pieces)
     _check_promise(reply.reservation_id, reply.reservation_seconds)

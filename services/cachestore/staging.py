@@ -1,10 +1,10 @@
 """Writes that are under way: from the reservation to the commit, or to any other end."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cachestore.arena import Extent, State, aligned
-from cachestore.config import StoreConfig
+from cachestore.config import TOKEN_BYTES, StoreConfig
 from cachestore.holdings import Holdings, Piece
 from cachestore.lease import Claims
 from cachestore.refusal import NeedSlab, RefusalCode, Refused
@@ -15,16 +15,23 @@ from cachestore.validation import exhausted, require_record_bytes
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Rows [0, have) are held and pinned; the pieces are for the others, in order."""
+    """Rows [0, have) are held and pinned; the pieces are for those behind, in order. They may end
+    before the last row: then commit them, and reserve again for the rest."""
 
     id: int
     have: int
     pieces: tuple[Piece, ...]
 
+    @property
+    def end(self) -> int:
+        """Rows that are held once it is committed."""
+        return self.pieces[-1].first_token + self.pieces[-1].rows if self.pieces else self.have
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a reservation is for: the whole sequence, and how large its records get."""
+    """What a reservation is for: the whole sequence, and how large its records get. Once staged,
+    as much of the sequence as is staged, and whether that is all of it."""
 
     namespace: bytes
     tokens: bytes
@@ -32,6 +39,7 @@ class Target:
     record_overhead_bytes: int
     row_bytes: int
     label: str
+    whole: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +81,15 @@ class Staging:
             rows = [min(rows_max, target.count - start) for start in starts]
             overhead = target.record_overhead_bytes
             lengths = [aligned(overhead + n * target.row_bytes) for n in rows]
-            extents = self._allocate(walk.path, lengths)
+            # All of it must fit, although it may take several reservations.
+            self._holdings.require_bytes(sum(lengths))
+            extents = self._allocate(walk.path, lengths[: self._config.max_records_per_reservation])
         except Refused:
             self.counts.refused += 1
             raise
+        # As many as there are extents.
         pieces = tuple(map(Piece, extents, starts, rows))
-        staged = _Staged(target, pieces, walk.path)
+        staged = _Staged(_until(target, walk.depth + sum(rows[: len(extents)])), pieces, walk.path)
         return Reservation(self._reservations.open(session, staged, now), walk.depth, pieces)
 
     def commit(
@@ -96,7 +107,13 @@ class Staging:
         self._reservations.close(session, reservation_id)
         target = staged.target
         inserted = self._holdings.insert(
-            target.namespace, target.label, target.tokens, staged.pieces, record_bytes, now
+            target.namespace,
+            target.label,
+            target.tokens,
+            target.whole,
+            staged.pieces,
+            record_bytes,
+            now,
         )
         self._holdings.unpin(staged.path)
         self.counts.committed += 1
@@ -196,3 +213,9 @@ class Staging:
                 f"a slab has {slab_bytes}; raise --budget"
             )
         return rows
+
+
+def _until(target: Target, end: int) -> Target:
+    if end == target.count:
+        return target
+    return replace(target, tokens=target.tokens[: end * TOKEN_BYTES], count=end, whole=False)

@@ -281,27 +281,36 @@ class Prefix:
 
     def _store(self, write: "_Write") -> None:
         assert self._link is not None
-        codec = write.packed[0].codec
         with self._link.borrow() as client:
-            # Rows before the first came from the store or are on their way to it: when it lacks
-            # them, this is refused. They are never encoded a second time.
-            reservation = client.reserve(
-                self._namespace,
-                _packed(write.tokens),
-                write.packed[0].first_token,
-                codec.record_overhead_bytes,
-                codec.row_bytes,
-                self._label,
-            )
-            try:
-                written = [
-                    pack.write(write.packed, piece.first_token, piece.rows, client.extent(piece))
-                    for piece in reservation.pieces
-                ]
-            except BaseException:
-                client.abort(reservation.id)
-                raise
-            client.commit(reservation.id, written)
+            held = 0
+            while (end := self._store_some(client, write)) < len(write.tokens):
+                if end <= held:
+                    raise StoreUnavailable("rows leave before the rest of their sequence follows")
+                held = end
+
+    def _store_some(self, client: Client, write: "_Write") -> int:
+        """Write as much as one reservation takes; returns how many rows are held then."""
+        codec = write.packed[0].codec
+        # Rows before the first came from the store or are on their way to it: when it lacks
+        # them, this is refused. They are never encoded a second time.
+        reservation = client.reserve(
+            self._namespace,
+            _packed(write.tokens),
+            write.packed[0].first_token,
+            codec.record_overhead_bytes,
+            codec.row_bytes,
+            self._label,
+        )
+        try:
+            written = [
+                pack.write(write.packed, piece.first_token, piece.rows, client.extent(piece))
+                for piece in reservation.pieces
+            ]
+        except BaseException:
+            client.abort(reservation.id)
+            raise
+        client.commit(reservation.id, written)
+        return reservation.end
 
     def _count_write(self, stored: bool) -> None:
         with self._lock:

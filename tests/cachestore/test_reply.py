@@ -106,6 +106,13 @@ def test_a_reservation_is_handed_on() -> None:
     found = reply.reservation(room(), request())
     assert (found.id, found.have, found.seconds) == (4, 2, 30.0)
     assert [(piece.first_token, piece.rows) for piece in found.pieces] == [(2, 5), (7, 3)]
+    assert found.end == 10
+
+
+def test_a_reservation_may_end_before_the_sequence() -> None:
+    answer = room()
+    answer.pieces.pop()
+    assert reply.reservation(answer, request()).end == 7
 
 
 def test_everything_may_be_held_already() -> None:
@@ -119,7 +126,6 @@ def test_everything_may_be_held_already() -> None:
         lambda r: setattr(r, "have", 0),
         lambda r: setattr(r, "have", 3),
         lambda r: setattr(r, "have", 11),
-        lambda r: r.pieces.pop(),
         lambda r: r.pieces.add(),
         lambda r: r.ClearField("pieces"),
         lambda r: setattr(r.pieces[0], "rows", 4),

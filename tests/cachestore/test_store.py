@@ -34,6 +34,19 @@ def test_what_was_committed_is_found_row_by_row(bench: Bench) -> None:
     bench.store.check()
 
 
+def test_a_long_sequence_takes_several_reservations(bench: Bench) -> None:
+    first = bench.reserve(range(30))
+    assert [(p.first_token, p.rows) for p in first.pieces] == [(0, 4), (4, 4), (8, 4), (12, 4)]
+    assert (first.end, bench.commit(first)) == (16, 16)
+    match = bench.lookup(range(30))
+    # No sequence ends there.
+    assert (match.kind, match.rows) == (MatchKind.LCP, 16)
+    assert bench.store.statistics(0.0).sequences == 0
+    rest = bench.reserve(range(30))
+    assert (rest.have, rest.end, bench.commit(rest)) == (16, 30, 14)
+    assert bench.lookup(range(30)).kind == MatchKind.EXACT
+
+
 def test_nothing_is_found_before_the_commit(bench: Bench) -> None:
     bench.reserve(range(10))
     assert bench.lookup(range(10)).kind == MatchKind.MISS

@@ -24,6 +24,7 @@ OVERHEAD_BYTES = 32
 ROW_BYTES = 56
 # Four rows of 56 bytes and the overhead make extents of exactly 256 bytes.
 RECORD_TOKENS = 4
+RECORDS_PER_RESERVATION = 4
 
 
 def packed(ids: Sequence[int]) -> bytes:
@@ -35,6 +36,7 @@ def tiny_config(slabs: int = 4, slab_bytes: int = 1024) -> StoreConfig:
         budget_bytes=slabs * slab_bytes,
         slab_bytes_override=slab_bytes,
         record_tokens=RECORD_TOKENS,
+        max_records_per_reservation=RECORDS_PER_RESERVATION,
     )
 
 
@@ -99,7 +101,11 @@ class Bench:
         )
 
     def write(self, ids: Sequence[int], namespace: bytes = NAMESPACE) -> int:
-        return self.commit(self.reserve(ids, namespace))
+        inserted, end = 0, 0
+        while end < len(ids):
+            reservation = self.reserve(ids, namespace)
+            inserted, end = inserted + self.commit(reservation), reservation.end
+        return inserted
 
     def lookup(
         self,

@@ -477,7 +477,9 @@ class ReserveResponse(_message.Message):
     """Seconds until the reservation lapses."""
     @_builtins.property
     def pieces(self) -> _containers.RepeatedCompositeFieldContainer[Global___Piece]:
-        """Records for rows [have, tokens), in order; none when everything is held."""
+        """Records for the rows from `have` on, in order; none when everything is held. At most 256
+        (65,536 rows): when they end before the last token, commit them and reserve again.
+        """
 
     def __init__(
         self,
