@@ -86,13 +86,14 @@ class Upkeep:
     def _collect(self) -> None:
         """Whatever is alive when nothing happens is here to stay: set it aside.
 
-        After many young collections, looking at what survived them would take too long; what
-        garbage is among it stays, a few cycles that were in use at a bad moment.
+        Young garbage goes first: frozen, it would stay for good, a little each time that a session
+        ends. After many young collections, looking at what survived them would take too long;
+        what garbage is among it stays, a few cycles that were in use at a bad moment.
         """
         _, collections, _ = gc.get_count()
-        if 0 < collections <= _YOUNG_COLLECTIONS_MAX:
-            gc.collect(1)
+        gc.collect(1 if collections <= _YOUNG_COLLECTIONS_MAX else 0)
         gc.freeze()
+        gc.collect(1)  # of next to nothing: it sets the count of young collections back
 
     def _check(self) -> None:
         records = 1 + len(self._store.records)

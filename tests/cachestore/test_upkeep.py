@@ -1,5 +1,6 @@
 import gc
 import logging
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -118,6 +119,31 @@ def test_the_collector_leaves_alone_what_is_here_to_stay(day: Day) -> None:
         held = [[] for _ in range(1000)]  # type: ignore[var-annotated]
         day.pass_by(1.0)
         assert gc.get_freeze_count() >= frozen + len(held)
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.mark.parametrize("young_collections", [0, 1, 11])
+def test_garbage_is_collected_before_the_rest_is_set_aside(
+    day: Day, young_collections: int
+) -> None:
+    before = gc.get_threshold()
+    try:
+        calm_collector()
+        # Only a collection of the middle generation sets back how many young ones there were.
+        for _ in range(young_collections):
+            gc.collect(0)
+        for _ in range(2):
+            garbage = weakref.ref(Cycle())
+            day.pass_by(1.0)
+            assert garbage() is None
+            assert gc.get_count()[1] <= 1
     finally:
         gc.set_threshold(*before)
         gc.unfreeze()
