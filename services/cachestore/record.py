@@ -2,17 +2,19 @@
 
 A record is one msgpack stream, so that any msgpack reader can open a dump of it:
 
-    header map | nil nil ... bin(array 0) | nil ... bin(array 1) | ...
-               ^ pads                ^ a multiple of 64 bytes from the start of the record
+    header map | nil nil ... bin(path) | nil ... bin(array 0) | nil ... bin(array 1) | ...
+               ^ pads            ^ a multiple of 64 bytes from the start of the record
 
-Every byte but those inside the arrays follows from the schema and the number of rows, and the
-reader insists on them: a record is valid only if it is what `write_header` would have written.
-So nothing that a header claims about sizes and places has to be believed. See
+Every byte but those inside the path and the arrays follows from the schema and the number of
+rows, and the reader insists on them: a record is valid only if it is what `write_header` would
+have written. So nothing that a header claims about sizes and places has to be believed. The path
+says whose rows they are, so that a reader need not believe that either. See
 docs/record-format.md.
 """
 
+import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -22,10 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 FORMAT: Final = "mlx-cachestore record"
-VERSION: Final = 1
+VERSION: Final = 2
 ALIGNMENT: Final = 64
 HEADER_BYTES_MAX: Final = 64 * 1024
 ROWS_MAX: Final = 2**32 - 1
+TOKEN_BYTES: Final = 4
 
 # What a part's encoding is, as its codec names it: opaque here.
 Encoding = Mapping[str, int | str]
@@ -43,6 +46,7 @@ _DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
 _NIL: Final = b"\xc0"
 _BIN32: Final = 0xC6
 _BIN32_BYTES: Final = 5
+_DIGEST_BYTES: Final = hashlib.sha256().digest_size
 
 
 class RecordError(ValueError):
@@ -108,26 +112,28 @@ class Schema:
 
     @property
     def row_bytes(self) -> int:
-        """Payload bytes of one row over all layers."""
-        return sum(part.layers * array.row_bytes for part, array in self.arrays)
+        """Bytes that one row adds to a record: its token, and all layers of it."""
+        return TOKEN_BYTES + sum(part.layers * array.row_bytes for part, array in self.arrays)
 
     @property
     def overhead_bytes(self) -> int:
         """Bound on what a record takes beside its rows, however many they are."""
         count = sum(1 for _ in self.arrays)
         longest = _pack_header(self, ROWS_MAX, [2**64 - 1] * count)
-        return len(longest) + count * (_BIN32_BYTES + ALIGNMENT - 1)
+        return len(longest) + _DIGEST_BYTES + (1 + count) * (_BIN32_BYTES + ALIGNMENT - 1)
 
 
 @dataclass(frozen=True)
 class Record:
     """Where everything is in a record: planned for a writer, or read from one.
 
-    `offsets` are those of the arrays' bytes from the start of the record, in schema order.
+    Offsets count from the start of the record; `offsets` are those of the arrays' bytes, in
+    schema order.
     """
 
     schema: Schema
     rows: int
+    path_offset: int
     offsets: tuple[int, ...]
 
     @cached_property
@@ -136,18 +142,18 @@ class Record:
 
     @cached_property
     def frame(self) -> tuple[tuple[int, bytes], ...]:
-        """(offset, bytes) of everything between the arrays."""
+        """(offset, bytes) of everything but the path and the arrays."""
         frame = []
         end = 0
         data = _pack_header(self.schema, self.rows, self.offsets)
-        for offset, size in zip(self.offsets, self._sizes, strict=True):
+        for offset, size in zip((self.path_offset, *self.offsets), self._sizes, strict=True):
             pads = offset - end - len(data) - _BIN32_BYTES
             frame.append((end, data + _NIL * pads + bytes([_BIN32]) + size.to_bytes(4, "big")))
             end, data = offset + size, b""
         return tuple(frame)
 
     def frames(self, buffer: Buffer) -> bool:
-        """Whether `buffer` begins with this very record, whatever its arrays contain."""
+        """Whether `buffer` begins with a record laid out like this one."""
         return self.record_bytes <= len(buffer) and all(
             buffer[offset : offset + len(data)] == data for offset, data in self.frame
         )
@@ -155,6 +161,11 @@ class Record:
     @property
     def _sizes(self) -> list[int]:
         return _sizes(self.schema, self.rows)
+
+    def belongs(self, buffer: Buffer, path: bytes) -> bool:
+        """Whether the first rows of the record in `buffer` are those of `path` (see `paths`)."""
+        assert _DIGEST_BYTES < len(path) <= _path_bytes(self.rows)
+        return bytes(buffer[self.path_offset : self.path_offset + len(path)]) == path
 
     def views(self, buffer: Buffer) -> list[npt.NDArray[Any]]:
         """The arrays, shape (layers, heads, rows, width), as views of `buffer`.
@@ -186,23 +197,46 @@ def plan(schema: Schema, rows: int) -> Record:
         for size in sizes:
             offsets.append(_align(end + _BIN32_BYTES))
             end = offsets[-1] + size
+        path_offset = offsets.pop(0)
         header_bytes = len(_pack_header(schema, rows, offsets))
         if header_bytes <= start:
             break
         start = header_bytes
     if header_bytes > HEADER_BYTES_MAX:
         raise RecordError(f"a header of {header_bytes} bytes is too long")
-    return Record(schema, rows, tuple(offsets))
+    return Record(schema, rows, path_offset, tuple(offsets))
 
 
-def write_header(record: Record, buffer: memoryview | bytearray) -> None:
-    """Writes all of a record but the arrays' own bytes."""
-    for offset, data in record.frame:
+def paths(namespace: bytes, tokens: bytes, spans: Sequence[range]) -> list[bytes]:
+    """For rows [start, stop) of a sequence of packed tokens, what their record says they are.
+
+    That is the SHA-256 of the namespace and of all tokens before them, and then their own tokens:
+    the path of the first few rows of a record is a beginning of the path of all. RecordError for
+    rows before the first or behind the last token.
+    """
+    if any(not 0 <= rows.start < rows.stop <= len(tokens) // TOKEN_BYTES for rows in spans):
+        raise RecordError(f"rows outside of a sequence of {len(tokens) // TOKEN_BYTES} tokens")
+    digest = hashlib.sha256(namespace)
+    before: dict[int, bytes] = {}
+    end = 0
+    for start in sorted({rows.start for rows in spans}):
+        digest.update(tokens[end * TOKEN_BYTES : start * TOKEN_BYTES])
+        before[start], end = digest.digest(), start
+    return [
+        before[rows.start] + tokens[rows.start * TOKEN_BYTES : rows.stop * TOKEN_BYTES]
+        for rows in spans
+    ]
+
+
+def write_header(record: Record, path: bytes, buffer: memoryview | bytearray) -> None:
+    """Writes all of a record but the arrays' own bytes. `path`: see `paths`."""
+    assert len(path) == _path_bytes(record.rows)
+    for offset, data in ((record.path_offset, path), *record.frame):
         buffer[offset : offset + len(data)] = data
 
 
 def read(buffer: Buffer, like: Record | None = None) -> Record:
-    """Parses and checks a record that starts at byte 0 and ends within `buffer`.
+    """Parses and checks a record that starts at byte 0 and ends within `buffer`; not its path.
 
     `like` is a record that it probably resembles; when it does, nothing is parsed. The header is
     copied first, so that a buffer that changes meanwhile can make the arrays' contents wrong but
@@ -229,11 +263,19 @@ def _align(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
+def _path_bytes(rows: int) -> int:
+    return _DIGEST_BYTES + rows * TOKEN_BYTES
+
+
 def _sizes(schema: Schema, rows: int) -> list[int]:
-    return [part.layers * rows * array.row_bytes for part, array in schema.arrays]
+    """Bytes of the path and of each array."""
+    return [
+        _path_bytes(rows),
+        *(part.layers * rows * array.row_bytes for part, array in schema.arrays),
+    ]
 
 
-def _pack_header(schema: Schema, rows: int, offsets: list[int] | tuple[int, ...]) -> bytes:
+def _pack_header(schema: Schema, rows: int, offsets: Sequence[int]) -> bytes:
     place = iter(offsets)
     header = {
         "format": FORMAT,

@@ -30,11 +30,16 @@ BLOCK_BYTES: Final = 32 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Rows of one record that belong to a match. `view` begins at the record's first byte."""
+    """Rows of one record that belong to a match. `view` begins at the record's first byte.
+
+    `path` is what the record has to say of its rows [0, first_row + rows), as record.paths gives
+    it: of the right tokens, in the right place of the right sequence, of the right namespace.
+    """
 
     view: memoryview
     first_row: int
     rows: int
+    path: bytes
 
 
 class Attachment:
@@ -65,8 +70,8 @@ def plan(
     """Parses and checks the records; any thread.
 
     Blocks are ordered by layer, and hold as many layers as make up `block_bytes` of decoded rows,
-    but at least one. RecordError when a record is broken, is not laid out as this model's are, or
-    has fewer rows than its source says.
+    but at least one. RecordError when a record is broken, is not laid out as this model's are,
+    has fewer rows than its source says, or says that they are others.
     """
     segments: list[Segment] = []
     parsed: record.Record | None = None
@@ -76,6 +81,8 @@ def plan(
             raise record.RecordError(
                 f"rows [{source.first_row}, {source.first_row + source.rows}) of {parsed.rows}"
             )
+        if not parsed.belongs(source.view, source.path):
+            raise record.RecordError("rows of other tokens, or of another namespace")
         codec = policy.plan_of(parsed.schema)
         if not segments or segments[-1].codec is not codec:
             segments.append(Segment(codec))

@@ -58,12 +58,14 @@ def pack(codec: CodecPlan, layers: Sequence[Sequence[mx.array]], first_token: in
     return PackedRows(first_token, rows, codec, tuple(views))
 
 
-def write(packed: Sequence[PackedRows], first_token: int, rows: int, extent: memoryview) -> int:
+def write(
+    packed: Sequence[PackedRows], first_token: int, rows: int, path: bytes, extent: memoryview
+) -> int:
     """Writes rows [first_token, first_token + rows) as one record, on a helper thread.
 
-    `packed` are of one codec and follow each other. Returns the record's bytes, which are at most
-    `codec.record_overhead_bytes` and `rows` times `codec.row_bytes`. RecordError when the extent
-    is shorter.
+    `packed` are of one codec and follow each other; `path` is what record.paths gives for these
+    rows. Returns the record's bytes, which are at most `codec.record_overhead_bytes` and `rows`
+    times `codec.row_bytes`. RecordError when the extent is shorter.
     """
     end = first_token + rows
     assert packed[0].first_token <= first_token
@@ -71,7 +73,7 @@ def write(packed: Sequence[PackedRows], first_token: int, rows: int, extent: mem
     layout = record.plan(packed[0].codec.schema, rows)
     if layout.record_bytes > len(extent):
         raise record.RecordError(f"an extent of {len(extent)} bytes for {layout.record_bytes}")
-    record.write_header(layout, extent)
+    record.write_header(layout, path, extent)
     targets = layout.views(extent)
     for part in packed:
         begin = max(first_token, part.first_token)

@@ -8,6 +8,7 @@ counted. Helper threads run no MLX operation; what they find out is posted to th
     writer thread    reserve, buffers ─▶ slab, commit, release: in the order they were given
 """
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 from cachestore.client import Client, Lease, MatchKind, StoreRefused, StoreUnavailable
-from cachestore.record import RecordError
+from cachestore.record import RecordError, paths
 from engine import attach, config, pack
 from engine.attach import Attachment, Block
 from engine.kv.codec import CodecPolicy
@@ -180,15 +181,25 @@ class Prefix:
             )
             self._link.hold(client, lease.id)
             try:
-                sources = [
-                    attach.Source(client.record(span), span.first_row, span.rows)
-                    for span in lease.spans
-                ]
+                sources = self._sources(client, lease, _packed(tokens))
                 plan = attach.plan(self._policy, sources) if sources else None
                 return Found(client, lease, plan)
             except Exception:
                 self._link.drop(lease.id)
                 raise
+
+    def _sources(self, client: Client, lease: Lease, tokens: bytes) -> list[attach.Source]:
+        """Where the rows of a lease lie, and what their records have to say of them."""
+        spans = lease.spans
+        places = itertools.accumulate((span.rows for span in spans), initial=0)
+        rows = [
+            range(place - span.first_row, place + span.rows)
+            for place, span in zip(places, spans, strict=False)
+        ]
+        return [
+            attach.Source(client.record(span), span.first_row, span.rows, path)
+            for span, path in zip(spans, paths(self._namespace, tokens, rows), strict=True)
+        ]
 
     def _await_own_writes(self, tokens: tuple[int, ...]) -> None:
         """A client that goes on from a reply at once must find its rows."""
@@ -291,20 +302,23 @@ class Prefix:
     def _store_some(self, client: Client, write: "_Write") -> int:
         """Write as much as one reservation takes; returns how many rows are held then."""
         codec = write.packed[0].codec
+        tokens = _packed(write.tokens)
         # Rows before the first came from the store or are on their way to it: when it lacks
         # them, this is refused. They are never encoded a second time.
         reservation = client.reserve(
             self._namespace,
-            _packed(write.tokens),
+            tokens,
             write.packed[0].first_token,
             codec.record_overhead_bytes,
             codec.row_bytes,
             self._label,
         )
         try:
+            pieces = reservation.pieces
+            rows = [range(piece.first_token, piece.first_token + piece.rows) for piece in pieces]
             written = [
-                pack.write(write.packed, piece.first_token, piece.rows, client.extent(piece))
-                for piece in reservation.pieces
+                pack.write(write.packed, piece.first_token, piece.rows, path, client.extent(piece))
+                for piece, path in zip(pieces, paths(self._namespace, tokens, rows), strict=True)
             ]
         except BaseException:
             client.abort(reservation.id)

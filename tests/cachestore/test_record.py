@@ -1,3 +1,4 @@
+import hashlib
 from pathlib import Path
 
 import msgpack
@@ -64,10 +65,16 @@ def example_schema() -> Schema:
     )
 
 
+def example_path(rows: int) -> bytes:
+    """Of rows 2 to 2 + `rows` of a sequence."""
+    tokens = np.arange(5, 7 + rows, dtype="<u4").tobytes()
+    return record.paths(bytes(range(32)), tokens, [range(2, 2 + rows)])[0]
+
+
 def written(schema: Schema, rows: int, seed: int = 0) -> bytearray:
     layout = record.plan(schema, rows)
     buffer = bytearray(layout.record_bytes)
-    record.write_header(layout, buffer)
+    record.write_header(layout, example_path(rows), buffer)
     random_bytes = np.random.default_rng(seed)
     for view in layout.views(buffer):
         view.view(np.uint8)[...] = random_bytes.integers(0, 256, view.view(np.uint8).shape)
@@ -91,9 +98,9 @@ def test_round_trip(schema: Schema, rows: int) -> None:
 def test_reserved_bytes_are_enough(schema: Schema, rows: int) -> None:
     layout = record.plan(schema, rows)
     payload = sum(view.nbytes for view in layout.views(bytearray(layout.record_bytes)))
-    assert payload == rows * schema.row_bytes
+    assert payload == rows * (schema.row_bytes - record.TOKEN_BYTES)
     assert layout.record_bytes <= schema.overhead_bytes + rows * schema.row_bytes
-    assert layout.record_bytes - payload > schema.overhead_bytes - 1024
+    assert layout.record_bytes - rows * schema.row_bytes > schema.overhead_bytes - 1024
 
 
 @given(schemas, st.integers(1, 50))
@@ -101,10 +108,10 @@ def test_any_msgpack_reader_opens_a_dump(schema: Schema, rows: int) -> None:
     buffer = written(schema, rows)
     unpacker = msgpack.Unpacker()
     unpacker.feed(buffer)
-    header, *objects = unpacker
+    header, *objects = (found for found in unpacker if found is not None)
     views = record.read(buffer).views(buffer)
     assert header["rows"] == rows
-    assert [data for data in objects if data is not None] == [view.tobytes() for view in views]
+    assert objects == [example_path(rows), *(view.tobytes() for view in views)]
     offsets = [array["offset"] for part in header["parts"] for array in part["arrays"]]
     for offset, view in zip(offsets, views, strict=True):
         assert view.tobytes() == bytes(buffer[offset : offset + view.nbytes])
@@ -135,6 +142,34 @@ def test_a_cut_record_is_refused(schema: Schema, rows: int, data: st.DataObject)
     end = data.draw(st.integers(0, len(buffer) - 1))
     with pytest.raises(RecordError):
         record.read(memoryview(buffer)[:end])
+
+
+def test_paths_are_what_the_document_says() -> None:
+    namespace, tokens = bytes(range(32)), np.arange(100, 110, dtype="<u4").tobytes()
+    before = [hashlib.sha256(namespace + tokens[: 4 * start]).digest() for start in range(10)]
+    spans = [range(4, 9), range(2), range(4, 5), range(9, 10)]  # in any order
+    assert record.paths(namespace, tokens, spans) == [
+        before[4] + tokens[16:36],
+        before[0] + tokens[:8],
+        before[4] + tokens[16:20],
+        before[9] + tokens[36:],
+    ]
+
+
+@pytest.mark.parametrize("rows", [range(-1, 2), range(3, 3), range(3, 2), range(9, 11)])
+def test_rows_outside_of_a_sequence_have_no_path(rows: range) -> None:
+    with pytest.raises(RecordError, match="outside"):
+        record.paths(bytes(32), bytes(40), [range(3), rows])
+
+
+@given(st.integers(1, 20), st.data())
+def test_a_record_belongs_to_its_own_path_only(rows: int, data: st.DataObject) -> None:
+    buffer = written(example_schema(), rows)
+    layout = record.read(buffer)
+    path = bytearray(example_path(rows)[: data.draw(st.integers(33, 32 + 4 * rows))])
+    assert layout.belongs(buffer, bytes(path))
+    path[data.draw(st.integers(0, len(path) - 1))] ^= data.draw(st.integers(1, 255))
+    assert not layout.belongs(buffer, bytes(path))
 
 
 def refused_or_within(buffer: bytes | bytearray) -> None:
@@ -197,7 +232,7 @@ def test_a_lying_header_is_refused_or_harmless(
 @pytest.mark.parametrize(
     "lie",
     [
-        {"version": 2},
+        {"version": 1},
         {"format": "something else"},
         {"rows": 0},
         {"rows": -1},
@@ -232,10 +267,10 @@ def test_offsets_that_overlap_are_refused() -> None:
 
 def test_an_array_larger_than_msgpack_allows_is_refused() -> None:
     schema = Schema(
-        "none", (PartSpec("kv", "keys", 0, 1, {}, (ArraySpec("rows", "uint8", 1, 2),)),)
+        "none", (PartSpec("kv", "keys", 0, 1, {}, (ArraySpec("rows", "uint8", 1, 16),)),)
     )
     with pytest.raises(RecordError, match="4294967296 bytes"):
-        record.plan(schema, 2**31)
+        record.plan(schema, 2**28)
 
 
 def test_a_header_that_is_too_long_is_refused() -> None:
@@ -266,7 +301,7 @@ def test_the_document_shows_a_real_record() -> None:
     document = Path(__file__).parents[2] / "docs" / "record-format.md"
     layout = record.plan(example_schema(), 3)
     buffer = bytearray(layout.record_bytes)
-    record.write_header(layout, buffer)
+    record.write_header(layout, example_path(3), buffer)
     for place, view in enumerate(layout.views(buffer), start=1):
         view.view(np.uint8)[...] = 0x11 * place
     assert f"```\n{hexdump(bytes(buffer))}\n```" in document.read_text("utf-8")

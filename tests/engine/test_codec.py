@@ -74,9 +74,9 @@ def test_the_description_tells_policies_apart() -> None:
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
 def test_bytes_per_row_are_the_formula(dtype: str, size: int) -> None:
     geometry = layout((30, 64, 64), heads=3, dtype=dtype)
-    assert plan_codec("none", geometry).row_bytes == 30 * 2 * 3 * 64 * size
-    assert plan_codec("q8", geometry).row_bytes == 30 * 2 * 3 * (64 + 2 * size)
-    assert plan_codec("q4", geometry).row_bytes == 30 * 2 * 3 * (32 + 2 * size)
+    assert plan_codec("none", geometry).row_bytes == 4 + 30 * 2 * 3 * 64 * size
+    assert plan_codec("q8", geometry).row_bytes == 4 + 30 * 2 * 3 * (64 + 2 * size)
+    assert plan_codec("q4", geometry).row_bytes == 4 + 30 * 2 * 3 * (32 + 2 * size)
 
 
 @pytest.mark.parametrize(("codec", "expected"), [("q8", 1.88), ("q4", 3.56)])

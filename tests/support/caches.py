@@ -6,12 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
+from cachestore import record
 from engine import pack
 from engine.attach import Attachment, Source
 from engine.kv.kinds import PartShape
 from engine.kv.layout import CacheLayout, LayerGroup
 from engine.pack import PackedRows
+
+# Whose rows the records here are.
+NAMESPACE = bytes(range(32))
+TOKENS = (7 * np.arange(10_000, dtype="<u4")).tobytes()
 
 # Keys and values of one layer, (1, heads, rows, width).
 Layer = tuple[mx.array, mx.array]
@@ -50,6 +56,11 @@ def sliced(layers: Sequence[Layer], start: int, stop: int) -> list[Layer]:
     return [(keys[:, :, start:stop], values[:, :, start:stop]) for keys, values in layers]
 
 
+def path_of(first_token: int, rows: int) -> bytes:
+    """What a record of these rows says of them."""
+    return record.paths(NAMESPACE, TOKENS, [range(first_token, first_token + rows)])[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """One record: what a daemon would hold, and where its rows are in the sequence."""
@@ -57,6 +68,10 @@ class Stored:
     view: memoryview
     first_token: int
     rows: int
+
+    def source(self, first_row: int, rows: int) -> Source:
+        path = path_of(self.first_token, first_row + rows)
+        return Source(self.view, first_row, rows, path)
 
 
 def store(packed: PackedRows, cuts: Sequence[int], helper: Executor) -> list[Stored]:
@@ -67,7 +82,8 @@ def store(packed: PackedRows, cuts: Sequence[int], helper: Executor) -> list[Sto
         rows = cut - first
         size = packed.codec.record_overhead_bytes + rows * packed.codec.row_bytes
         extent = memoryview(bytearray(size + 256))
-        used = helper.submit(pack.write, [packed], first, rows, extent).result()
+        path = path_of(first, rows)
+        used = helper.submit(pack.write, [packed], first, rows, path, extent).result()
         assert used <= size
         stored.append(Stored(extent[:used], first, rows))
         first = cut
@@ -81,7 +97,7 @@ def spans(records: Sequence[Stored], stop: int) -> list[Source]:
     for stored in records:
         end = min(stored.first_token + stored.rows, stop)
         if end > position >= stored.first_token:
-            sources.append(Source(stored.view, position - stored.first_token, end - position))
+            sources.append(stored.source(position - stored.first_token, end - position))
             position = end
     assert position == stop
     return sources

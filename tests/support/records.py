@@ -23,6 +23,8 @@ def write(client: Client, sequence: bytes, namespace: bytes = NAMESPACE) -> int:
     sizes = []
     for piece in reservation.pieces:
         layout = record.plan(SCHEMA, piece.rows)
-        record.write_header(layout, client.extent(piece))
+        rows = range(piece.first_token, piece.first_token + piece.rows)
+        (path,) = record.paths(namespace, sequence, [rows])
+        record.write_header(layout, path, client.extent(piece))
         sizes.append(layout.record_bytes)
     return client.commit(reservation.id, sizes)
