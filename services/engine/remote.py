@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -15,6 +15,8 @@ from engine import config
 from engine.v1 import engine_pb2 as pb
 from engine.v1 import engine_pb2_grpc
 
+# -P: what lies in the working directory is data, as for an installed command.
+_PROGRAM = (sys.executable, "-P", "-m", "engine")
 _POLL_SECONDS = 0.05
 _OPTIONS = (
     ("grpc.max_send_message_length", config.MESSAGE_BYTES_MAX),
@@ -55,14 +57,12 @@ class EngineProcess:
         arguments: list[str],
         output: IO[bytes] | int | None = None,
         environment: dict[str, str] | None = None,
+        program: Sequence[str] = _PROGRAM,
     ) -> None:
         """Start it; `wait_ready` tells when it serves. Its log goes to `output` (None: ours)."""
         self.listen = listen
-        # -P: what lies in the working directory is data, as for an installed command.
-        command = [sys.executable, "-P", "-m", "engine"]
-        command += ["serve", "--listen", str(listen), *arguments]
         self.process = subprocess.Popen(
-            command,
+            [*program, "serve", "--listen", str(listen), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

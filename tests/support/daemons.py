@@ -13,6 +13,7 @@ from pathlib import Path
 from cachestore import endpoint
 from cachestore.client import Client, StoreUnavailable
 from cachestore.v1 import cachestore_pb2 as pb
+from tests.support.faulty import Death
 from tests.support.waiting import until
 
 
@@ -66,14 +67,19 @@ class Cachestore:
 
 @contextlib.contextmanager
 def start_cachestore(
-    directory: Path, *, environment: Mapping[str, str] | None = None, **flags: str | float
+    directory: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    death: Death | None = None,
+    **flags: str | float,
 ) -> Iterator[Cachestore]:
     """Runs `cachestore serve` with its socket in `directory`, from ready until the end.
 
     `flags` are its flags with underscores, such as budget="64MiB" or idle_exit=1.
     """
     arguments = {"socket": str(directory / "cachestore.sock"), "budget": "64MiB", **flags}
-    command = [sys.executable, "-m", "cachestore", "serve"]
+    program = [sys.executable, "-m", "cachestore"]
+    command = [*(death.program("cachestore") if death else program), "serve"]
     for name, value in arguments.items():
         command += ["--" + name.replace("_", "-"), str(value)]
     log = directory / "cachestore.log"
