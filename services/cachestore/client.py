@@ -164,7 +164,7 @@ class Client:
             announce=announce,
             wait_seconds=wait_seconds,
         )
-        answer = self._call(self._stub.Lookup, request, self._timeout_seconds + wait_seconds)
+        answer = self._call(self._stub.Lookup, request, wait_seconds)
         self._retire(answer.retired_slab_ids)
         return _checked(lambda: reply.lease(answer, limit))
 
@@ -327,18 +327,34 @@ class Client:
         self,
         method: "grpc.UnaryUnaryMultiCallable[_Request, _Reply]",
         request: _Request,
-        timeout_seconds: float | None = None,
+        wait_seconds: float = 0.0,
     ) -> _Reply:
+        """The daemon may take `wait_seconds` longer as long as it answers other calls meanwhile:
+        one that hangs must not hold up its callers."""
         if self._closed:
             raise StoreUnavailable("the client is closed")
-        timeout = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        timeout = self._timeout_seconds + wait_seconds
         try:
-            return method(request, timeout=timeout, metadata=self._metadata)
+            if not wait_seconds:
+                return method(request, timeout=timeout, metadata=self._metadata)
+            call = method.future(request, timeout=timeout, metadata=self._metadata)
+            try:
+                return self._result(call)
+            finally:
+                call.cancel()
         except grpc.RpcError as error:
             raise _failure(error) from error
         except ValueError as error:
             # gRPC's way to say that another thread has closed the channel just now.
             raise StoreUnavailable(str(error)) from error
+
+    def _result(self, call: "grpc.Future[_Reply]") -> _Reply:
+        patience = self._timeout_seconds / 2
+        while True:
+            try:
+                return call.result(patience)
+            except grpc.FutureTimeoutError:
+                self._stub.Renew(pb.RenewRequest(), timeout=patience, metadata=self._metadata)
 
 
 def _failure(error: grpc.RpcError) -> StoreRefused | StoreUnavailable:

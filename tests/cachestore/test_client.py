@@ -182,6 +182,29 @@ def test_a_daemon_that_hangs_is_unavailable_in_time(daemon: Cachestore) -> None:
             os.kill(daemon.pid, signal.SIGCONT)
 
 
+def test_a_lookup_that_may_wait_long_does_not_wait_for_a_daemon_that_hangs(
+    daemon: Cachestore,
+) -> None:
+    sequence = entries.tokens(600)
+    with daemon.client() as leader, daemon.client(timeout_seconds=0.4) as client:
+        leader.lookup(entries.NAMESPACE, sequence, 599, announce=True)
+        with ThreadPoolExecutor(1) as pool:
+            begun = time.monotonic()
+            lookup = pool.submit(
+                client.lookup, entries.NAMESPACE, sequence, 599, announce=True, wait_seconds=100
+            )
+            # Much longer than its timeout, for the daemon answers others.
+            until(lambda: time.monotonic() - begun > 1.5, "some time to pass")
+            assert daemon.stats().waiting == 1
+            os.kill(daemon.pid, signal.SIGSTOP)
+            try:
+                with pytest.raises(StoreUnavailable, match="DEADLINE"):
+                    lookup.result(timeout=10)
+            finally:
+                os.kill(daemon.pid, signal.SIGCONT)
+        until(lambda: daemon.stats().waiting == 0, "the wait to be over")
+
+
 def test_nothing_there_is_unavailable(directory: Path) -> None:
     with pytest.raises(StoreUnavailable, match="No such file"):
         Client.connect(directory / "none.sock")
