@@ -7,14 +7,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from cachestore import endpoint
 from cachestore.client import Client, StoreUnavailable
 from cachestore.v1 import cachestore_pb2 as pb
-from tests.support.faulty import Death
 from tests.support.waiting import until
+
+_PROGRAM = (sys.executable, "-m", "cachestore")
 
 
 @contextlib.contextmanager
@@ -70,16 +71,16 @@ def start_cachestore(
     directory: Path,
     *,
     environment: Mapping[str, str] | None = None,
-    death: Death | None = None,
+    program: Sequence[str] = _PROGRAM,
     **flags: str | float,
 ) -> Iterator[Cachestore]:
     """Runs `cachestore serve` with its socket in `directory`, from ready until the end.
 
-    `flags` are its flags with underscores, such as budget="64MiB" or idle_exit=1.
+    `program` is what else to run instead. `flags` are its flags with underscores, such as
+    budget="64MiB" or idle_exit=1.
     """
     arguments = {"socket": str(directory / "cachestore.sock"), "budget": "64MiB", **flags}
-    program = [sys.executable, "-m", "cachestore"]
-    command = [*(death.program("cachestore") if death else program), "serve"]
+    command = [*program, "serve"]
     for name, value in arguments.items():
         command += ["--" + name.replace("_", "-"), str(value)]
     log = directory / "cachestore.log"

@@ -22,7 +22,6 @@ from engine.remote import EngineProcess, connect
 from engine.request import Delta, Done, Event, Failed, Request, Sampling
 from engine.server import Engine
 from engine.v1 import engine_pb2 as pb
-from tests.support.faulty import Death
 from tests.support.waiting import until
 
 Logprobs = npt.NDArray[np.float32]
@@ -215,17 +214,15 @@ def start_engine(
     model: Path | str,
     *flags: str,
     name: str = "engine",
-    death: Death | None = None,
+    program: Sequence[str] | None = None,
 ) -> Iterator[EngineDaemon]:
     """Run `engine serve` with its socket and log in `directory`, from ready until the end."""
     listen = Listen(directory / f"{name}.sock", None)
     environment = {"MLX_CACHESTORE_RUNTIME_DIR": str(directory)}
     log = directory / f"{name}.log"
     with log.open("ab") as output:
-        program = {} if death is None else {"program": death.program("engine")}
-        daemon = EngineDaemon(
-            listen, ["--model", str(model), *flags], output, environment, **program
-        )
+        other = {} if program is None else {"program": program}
+        daemon = EngineDaemon(listen, ["--model", str(model), *flags], output, environment, **other)
         try:
             daemon.wait_ready(120)
             yield daemon

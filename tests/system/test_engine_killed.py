@@ -81,7 +81,8 @@ def test_nothing_of_it_is_left(stage: Stage, death: Death) -> None:
     tail = np.random.default_rng(next(stage.seeds)).integers(0, 256, 300)
     prompt = HELD + [int(token) for token in tail]
     before = stage.store.stats()
-    with start_engine(stage.directory, stage.model, *stage.flags, death=death) as engine:
+    program = death.program("engine")
+    with start_engine(stage.directory, stage.model, *stage.flags, program=program) as engine:
         request_until_death(engine, prompt)
     until(lambda: stage.store.stats().sessions == 1, "the session to end")
     after = stage.store.stats()

@@ -101,7 +101,7 @@ def wait_stored(store: Cachestore) -> None:
 
 @pytest.mark.parametrize("death", STEPS, ids=str)
 def test_in_a_call(stage: Stage, death: Death) -> None:
-    with start_cachestore(stage.directory, death=death) as dying:
+    with start_cachestore(stage.directory, program=death.program("cachestore")) as dying:
         until(lambda: dying.stats().sessions == 1, "the engine to come")
         stage.engine.generate(prompt=ids(HELD), max_tokens=1)
         wait_stored(dying)
@@ -111,7 +111,7 @@ def test_in_a_call(stage: Stage, death: Death) -> None:
 
 @pytest.mark.parametrize("death", HANDOVERS, ids=str)
 def test_while_it_hands_over_a_slab(stage: Stage, death: Death) -> None:
-    with start_cachestore(stage.directory, death=death) as dying:
+    with start_cachestore(stage.directory, program=death.program("cachestore")) as dying:
         with in_process(stage.model, dying.socket, cache_codec=CODEC) as other:
             assert other.ask(HELD, 1).tokens
             other.settle()
@@ -122,7 +122,9 @@ def test_while_it_hands_over_a_slab(stage: Stage, death: Death) -> None:
 
 @pytest.mark.parametrize("death", EVICTION, ids=str)
 def test_while_it_evicts(stage: Stage, death: Death) -> None:
-    with start_cachestore(stage.directory, death=death, budget="16MiB") as dying:
+    with start_cachestore(
+        stage.directory, program=death.program("cachestore"), budget="16MiB"
+    ) as dying:
         until(lambda: dying.stats().sessions == 1, "the engine to come")
         with dying.client(role="admin") as client:
             first = 0
