@@ -121,37 +121,59 @@ def altered(change: Callable[[pb.LookupResponse], Any]) -> Callable[[bytes, byte
     return lie
 
 
+def change_of(
+    column: str, span: int, value: int | Callable[[int], int]
+) -> Callable[[pb.LookupResponse], None]:
+    """One field of one span becomes `value`, or that function of it."""
+
+    def change(answer: pb.LookupResponse) -> None:
+        fields = getattr(answer.spans, column)
+        fields[span] = value(fields[span]) if callable(value) else value
+
+    return change
+
+
+def reorder(order: list[int]) -> Callable[[pb.LookupResponse], None]:
+    """The spans that stood at these places."""
+
+    def change(answer: pb.LookupResponse) -> None:
+        for column in pb.Spans.DESCRIPTOR.fields:
+            fields = getattr(answer.spans, column.name)
+            fields[:] = [fields[place] for place in order]
+
+    return change
+
+
 def shift_rows(answer: pb.LookupResponse) -> None:
     """As many rows, but others of the same records."""
-    first, second = answer.spans[:2]
-    first.rows -= 1
-    second.first_row -= 1 if second.first_row else 0
-    second.rows += 1
+    answer.spans.rows[0] -= 1
+    answer.spans.first_rows[1] -= 1 if answer.spans.first_rows[1] else 0
+    answer.spans.rows[1] += 1
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda a: a.spans[0].extent.ClearField("slab_id"),
-        lambda a: setattr(a.spans[0].extent, "slab_id", 99),
-        lambda a: setattr(a.spans[0].extent, "slab_id", 2**64 - 1),
-        lambda a: setattr(a.spans[0].extent, "offset", 2**40),
-        lambda a: setattr(a.spans[0].extent, "offset", 2**64 - 256),
-        lambda a: setattr(a.spans[0].extent, "length", 2**63),
-        lambda a: setattr(a.spans[1].extent, "offset", a.spans[1].extent.offset + 256),
-        lambda a: setattr(a.spans[1], "record_bytes", a.spans[1].record_bytes - 1),
-        lambda a: setattr(a.spans[1], "record_bytes", 2**64 - 1),
-        lambda a: setattr(a.spans[1], "first_row", 1),
-        lambda a: setattr(a.spans[1], "first_row", 2**32 - 1),
-        lambda a: setattr(a.spans[1], "rows", 2**32 - 1),
+        change_of("slab_ids", 0, 0),
+        change_of("slab_ids", 0, 99),
+        change_of("slab_ids", 0, 2**64 - 1),
+        change_of("offsets", 0, 2**40),
+        change_of("offsets", 0, 2**64 - 256),
+        change_of("lengths", 0, 2**63),
+        change_of("offsets", 1, lambda offset: offset + 256),
+        change_of("record_bytes", 1, lambda size: size - 1),
+        change_of("record_bytes", 1, 2**64 - 1),
+        change_of("first_rows", 1, 1),
+        change_of("first_rows", 1, 2**32 - 1),
+        change_of("rows", 1, 2**32 - 1),
         lambda a: setattr(a, "rows", a.rows - 1),
         lambda a: setattr(a, "rows", a.rows + 1),
         lambda a: setattr(a, "kind", 17),
         lambda a: setattr(a, "lease_seconds", float("nan")),
         lambda a: setattr(a, "lease_id", 0),
-        lambda a: a.spans.add(),
-        lambda a: a.spans.reverse(),
-        lambda a: a.spans.append(a.spans[0]),
+        lambda a: a.spans.rows.append(1),
+        reorder([2, 1, 0]),
+        reorder([0, 1, 2, 0]),
         shift_rows,
     ],
 )
@@ -164,8 +186,7 @@ def test_a_malformed_answer(
 def swap_rows(answer: pb.LookupResponse, wrong: pb.LookupResponse) -> None:
     """The lease stays, and is valid: only the rows are others."""
     assert answer.rows == wrong.rows == len(PROMPT) - 1
-    del answer.spans[:]
-    answer.spans.extend(wrong.spans)
+    answer.spans.CopyFrom(wrong.spans)
 
 
 @pytest.mark.parametrize("answer", [b"\xff" * 40, b"\x0a\xff", bytes(1000), b""])
@@ -188,8 +209,8 @@ def test_rows_of_another_place(stage: Stage, told: Callable[..., None]) -> None:
     """The second record of the prompt, twice."""
 
     def change(answer: pb.LookupResponse) -> None:
-        assert [span.rows for span in answer.spans] == [RECORD_ROWS, RECORD_ROWS, 87]
-        answer.spans[0].CopyFrom(answer.spans[1])
+        assert list(answer.spans.rows) == [RECORD_ROWS, RECORD_ROWS, 87]
+        reorder([1, 1, 2])(answer)
 
     told("Lookup", altered(change))
 
