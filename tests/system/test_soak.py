@@ -1,0 +1,42 @@
+"""A small soak (tests/soak), and proof that it would notice."""
+
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.soak import plot
+from tests.soak.__main__ import report
+from tests.soak.clients import Stream
+from tests.soak.operations import PLACES
+from tests.soak.run import run
+from tests.soak.watch import GROWTH_BYTES_MAX, THREADS_GROWTH_MAX, Growth
+
+
+@pytest.mark.slow
+def test_no_wrong_row_and_nothing_left_while_everything_dies() -> None:
+    outcome = run(240, seed=1)
+    found = report(outcome)
+    assert sum(sum(row.values()) for row in found["operations"].values()) == 240
+    assert {restart.place for _, restart in outcome.restarts} == set(PLACES)
+    assert outcome.tokens_checked > 1000
+    assert all(found["lookups"].values())
+    assert found["evictions"] > 0
+    drawn = ElementTree.fromstring(plot.svg(outcome))
+    assert len(drawn.findall("{*}polyline")) >= 2 * len(PLACES)
+
+
+@pytest.mark.parametrize("tokens", [[2], [1, 3], [1, 2, 4]])
+def test_a_wrong_token_is_noticed_however_the_reply_ended(tokens: list[int]) -> None:
+    with pytest.raises(AssertionError, match="WRONG ROWS"):
+        Stream([1, 2, 3], tokens).check([9])
+
+
+@pytest.mark.parametrize(
+    ("more_bytes", "more_descriptors", "more_threads"),
+    [(GROWTH_BYTES_MAX + 1, 0, 0), (0, 1, 0), (0, 0, THREADS_GROWTH_MAX + 1)],
+)
+def test_a_leak_is_noticed(more_bytes: int, more_descriptors: int, more_threads: int) -> None:
+    Growth("one", 99, (50, 50), (9, 9), (5, 5)).check()
+    leak = Growth("one", 99, (0, more_bytes), (9, 9 + more_descriptors), (5, 5 + more_threads))
+    with pytest.raises(AssertionError):
+        leak.check()
