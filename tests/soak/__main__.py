@@ -34,7 +34,7 @@ def report(outcome: Outcome) -> dict[str, Any]:
     return {
         "operations": operations,
         "tokens_checked": outcome.tokens_checked,
-        "seconds": round(outcome.watch.samples[-1].seconds),
+        "seconds": round(outcome.watch.store_samples[-1].seconds),
         "deaths": dict(deaths),
         "lookups": {name: sum(getattr(s.lookups, name) for s in stores) for name in MATCHES},
         "tokens_served": sum(s.lookups.tokens_served for s in stores),
