@@ -27,6 +27,9 @@ RIGHT = "right"
 CUT = "cut short"
 # Failed while its daemon was ended.
 EXCUSED = "daemon ended"
+# gRPC cancels a call that it has taken from the socket, and not given to the engine, when the
+# server stops.
+ENDED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 # The store said no, as it may: what was asked for had been evicted.
 REFUSED = "refused"
 
@@ -200,7 +203,7 @@ class SoakClient:
         except grpc.RpcError as error:
             if error.code() is wanted:
                 how.outcome = CUT
-            elif error.code() is grpc.StatusCode.UNAVAILABLE and engine.excuses(life):
+            elif error.code() in ENDED and engine.excuses(life):
                 how.outcome = EXCUSED
             else:
                 raise AssertionError(f"{engine.name}: {error.code()} {error.details()}") from error
