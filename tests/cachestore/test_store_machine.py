@@ -5,18 +5,15 @@ into the slabs, early, late or after their reservation has lapsed; whatever a lo
 read back as exactly the fingerprints of what it asked for, as long as its lease lives.
 """
 
-import hashlib
-import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cachestore.store import Match, MatchKind, RefusalCode, Refused, Reservation, Store
+from cachestore.store import Match, MatchKind, RefusalCode, Refused, Store
+from tests.support.claims import ROW_BYTES, Announced, Ids, Reader, Writer, fingerprint, shared
 from tests.support.stores import (
-    NAMESPACE,
-    OTHER_NAMESPACE,
     OVERHEAD_BYTES,
     RECORD_TOKENS,
     RECORDS_PER_RESERVATION,
@@ -26,55 +23,10 @@ from tests.support.stores import (
     tiny_config,
 )
 
-Ids = tuple[int, ...]
-# The namespaces have rows of different sizes, so that holes of one do not fit the other.
-ROW_BYTES = {NAMESPACE: 56, OTHER_NAMESPACE: 152}
 NAMESPACES = st.sampled_from(sorted(ROW_BYTES))
 SEQUENCES = st.lists(st.integers(0, 2), min_size=1, max_size=18).map(tuple)
 ENDS = st.lists(st.integers(0, 2), max_size=6).map(tuple)
 SESSIONS_MAX = 3
-
-
-def shared(one: Ids, other: Ids) -> int:
-    pairs = zip(one, other, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def fingerprint(namespace: bytes, ids: Ids) -> bytes:
-    digest = hashlib.shake_128(namespace + repr(ids).encode())
-    return digest.digest(ROW_BYTES[namespace])
-
-
-@dataclass(frozen=True)
-class Writer:
-    session: int
-    namespace: bytes
-    ids: Ids
-    whole: bool
-    reservation: Reservation
-    deadline: float
-
-    @property
-    def bytes_held(self) -> int:
-        return sum(piece.extent.length for piece in self.reservation.pieces)
-
-
-@dataclass
-class Announced:
-    """`done` of the rows have been committed."""
-
-    ids: Ids
-    done: int
-
-
-@dataclass(frozen=True)
-class Reader:
-    session: int
-    namespace: bytes
-    match: Match
-    rows: tuple[bytes, ...]
-    deadline: float
-    announced: Announced | None
 
 
 class StoreMachine(RuleBasedStateMachine):
