@@ -1,4 +1,3 @@
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,8 +8,7 @@ import tests.support.mlx  # noqa: F401 - before anything imports MLX
 from tests.support.daemons import Cachestore, short_directory, start_cachestore
 
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True)
-hypothesis.settings.register_profile("long", deadline=None, max_examples=20_000)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+hypothesis.settings.load_profile("ci")
 
 
 @pytest.fixture

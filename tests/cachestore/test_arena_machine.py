@@ -5,6 +5,7 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cachestore.arena import Arena, Extent, State
+from tests.support.machines import MACHINE
 
 UNIT = 256
 UNITS = st.integers(1, 6)
@@ -162,3 +163,4 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 TestArena = ArenaMachine.TestCase
+TestArena.settings = MACHINE

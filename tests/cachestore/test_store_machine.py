@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cachestore.store import Match, MatchKind, RefusalCode, Refused, Store
 from tests.support.claims import ROW_BYTES, Announced, Ids, Reader, Writer, fingerprint, shared
+from tests.support.machines import MACHINE
 from tests.support.stores import (
     OVERHEAD_BYTES,
     RECORD_TOKENS,
@@ -367,3 +368,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStore = StoreMachine.TestCase
+TestStore.settings = MACHINE

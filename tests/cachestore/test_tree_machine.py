@@ -5,6 +5,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cachestore.arena import Extent
 from cachestore.tree import MatchKind, Record, Span, Tree
+from tests.support.machines import MACHINE
 from tests.support.stores import NAMESPACE, packed
 
 Ids = tuple[int, ...]
@@ -95,3 +96,4 @@ def record_id_of(record: Record) -> int:
 
 
 TestTree = TreeMachine.TestCase
+TestTree.settings = MACHINE
