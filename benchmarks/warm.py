@@ -1,29 +1,22 @@
 """Time to first token behind a prefix: cold, from the cachestore, and by mlx-lm in one process.
 
-    python -m benchmarks.warm [--model smollm2] [--prefix 1000] [--rest 16] [--runs 5] [--json]
+    python -m benchmarks.warm [--model smollm2] [--prefix 1000] [--rest 16] [--runs 5]
 
-All in one run, with the same prefill step. "mlx-lm" is generate_step behind a prompt cache that
-this process kept and copied: no store, no copy between processes, no batch. "miss" is a cold
-prompt with an empty store, against the same engine without one.
+All in one run, with the same prefill step, and in turn: a run asks every engine once, so that what
+else the machine does meets all of them. "mlx-lm" is generate_step behind a prompt cache that this
+process kept and copied: no store, no copy between processes, no batch. "miss" is a cold prompt
+that the store does not hold, against the same engine without one; beside it stands what the store
+itself took of that time, from the question to the answer that there is nothing.
 """
 
-import argparse
 import copy
-import json
-import os
-import queue
-import signal
-import statistics
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks.measure import Columns, flags, median, progress, publish, seconds
 from engine import backend
 
 backend.prepare()
@@ -32,164 +25,172 @@ import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
 from mlx_lm.generate import generate_step  # noqa: E402
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
+from tests.support.daemons import short_directory, start_cachestore  # noqa: E402
+from tests.support.engines import InProcess, in_process  # noqa: E402
 
-from cachestore import client as cachestore_client  # noqa: E402
-from engine.config import EngineConfig, Listen  # noqa: E402
 from engine.core import Core  # noqa: E402
-from engine.request import Delta, Event, Request  # noqa: E402
-from engine.server import Engine  # noqa: E402
 
 CODECS = ("none", "q8")
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """Medians in seconds, and their ratio to `of`."""
+class Row:
+    """Medians over the runs, in seconds, and the ratio to the median called `of`.
+    `store_seconds`: what the store took of it, before any row was copied."""
 
     name: str
     seconds: float
     of: str
     ratio: float
+    store_seconds: float
 
 
-class Asker:
-    """Requests to an engine in this process, timed to their first token."""
+@dataclass(frozen=True, slots=True)
+class First:
+    """Seconds to a first token, and of these until the store had answered."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self._next_id = 0
-
-    def first_token_seconds(self, tokens: Sequence[int]) -> float:
-        self._next_id += 1
-        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        began = time.perf_counter()
-        self.engine.worker.submit(self._next_id, Request(tuple(tokens), max_tokens=2), events.put)
-        event = events.get()
-        seconds = time.perf_counter() - began
-        assert isinstance(event, Delta), event
-        while isinstance(event, Delta):
-            event = events.get()
-        return seconds
-
-    def settle(self) -> None:
-        """Wait until everything that was computed is stored."""
-        prefix = self.engine.prefix
-        assert prefix is not None
-        prefix.drain()
+    seconds: float
+    store_seconds: float
 
 
-@contextmanager
-def engine_with(model: str, socket: Path | None = None, **cache: str) -> Iterator[Asker]:
-    where = "off" if socket is None else f"unix:{socket}"
-    settings = EngineConfig(model, Listen(None, "127.0.0.1:0"), where, **cache)
-    engine = Engine(settings)
-    engine.start()
-    try:
-        while (
-            socket is not None and engine.prefix is not None and not engine.prefix.status.namespace
-        ):
-            time.sleep(0.01)
-        yield Asker(engine)
-    finally:
-        engine.stop()
+def ask(engine: InProcess, tokens: Sequence[int]) -> First:
+    began = time.perf_counter()
+    asked = engine.submit(tokens, max_tokens=2)
+    engine.next_event(asked)
+    ended = time.perf_counter()
+    done = engine.finish(asked).done
+    return First(ended - began, done.timing.lookup_ms / 1000)
 
 
-@contextmanager
-def ended(socket: Path) -> Iterator[None]:
-    """End the cachestore at `socket` afterwards."""
-    try:
-        yield
-    finally:
-        with cachestore_client.Client.connect(socket, role="admin") as client:
-            os.kill(client.stats().pid, signal.SIGTERM)
+def keep(engine: InProcess, prefix: Sequence[int]) -> list[Any]:
+    """mlx-lm's prompt cache of a prefix, on the engine's own thread and weights."""
 
-
-def mlx_lm_seconds(asker: Asker, prefix: Sequence[int], rests: list[list[int]]) -> list[float]:
-    """First tokens behind a kept cache, on the engine's own thread and weights."""
-    answers: queue.SimpleQueue[list[float]] = queue.SimpleQueue()
-
-    def run(core: Core) -> None:
-        step = core.shape.step.idle
+    def run(core: Core) -> list[Any]:
         kept = make_prompt_cache(core.model)
-        for _ in generate_step(
-            mx.array(list(prefix)),
+        list(_steps(core, prefix, kept, max_tokens=0))
+        return kept
+
+    return list(engine.on_worker(run))
+
+
+def ask_mlx_lm(
+    engine: InProcess, kept: list[Any], prefix_tokens: int, rest: Sequence[int]
+) -> First:
+    def run(core: Core) -> First:
+        began = time.perf_counter()
+        cache = copy.deepcopy(kept)
+        for layer in cache:
+            layer.trim(layer.offset - prefix_tokens)
+        next(_steps(core, rest, cache, max_tokens=1))
+        return First(time.perf_counter() - began, 0.0)
+
+    found = engine.on_worker(run)
+    assert isinstance(found, First)
+    return found
+
+
+def _steps(core: Core, tokens: Sequence[int], cache: list[Any], max_tokens: int) -> Iterator[Any]:
+    return iter(
+        generate_step(
+            mx.array(list(tokens)),
             core.model,
-            max_tokens=0,
-            prompt_cache=kept,
-            prefill_step_size=step,
-        ):
-            pass
-        seconds = []
-        for rest in rests:
-            began = time.perf_counter()
-            cache = copy.deepcopy(kept)
-            for layer in cache:
-                layer.trim(layer.offset - len(prefix))
-            tokens = generate_step(
-                mx.array(rest), core.model, max_tokens=1, prompt_cache=cache, prefill_step_size=step
-            )
-            next(iter(tokens))
-            seconds.append(time.perf_counter() - began)
-        answers.put(seconds)
-
-    asker.engine.worker.post(run)
-    return answers.get()
+            max_tokens=max_tokens,
+            prompt_cache=cache,
+            prefill_step_size=core.shape.step.idle,
+        )
+    )
 
 
-def measure(model: str, prefix_tokens: int, rest_tokens: int, runs: int) -> list[Measured]:
+@contextmanager
+def engines(model: str, budget: str) -> Iterator[dict[str, InProcess]]:
+    """One without a store, and one for each codec, with a store of its own."""
+    with ExitStack() as stack:
+        found = {"no store": stack.enter_context(in_process(model, None))}
+        for codec in CODECS:
+            directory = stack.enter_context(short_directory())
+            store = stack.enter_context(start_cachestore(directory, budget=budget))
+            engine = in_process(model, store.socket, cache_codec=codec)
+            found[codec] = stack.enter_context(engine)
+        yield found
+
+
+def measure(model: str, prefix_tokens: int, rest_tokens: int, runs: int) -> list[Row]:
     draw = np.random.default_rng(0)
 
     def tokens(count: int) -> list[int]:
         return [int(token) for token in draw.integers(0, 256, count)]
 
-    found: list[Measured] = []
     prefix = tokens(prefix_tokens)
-    rests = [tokens(rest_tokens) for _ in range(runs)]
-    with engine_with(model) as asker:
-        asker.first_token_seconds(tokens(64))
-        cold = [asker.first_token_seconds(tokens(prefix_tokens + rest_tokens)) for _ in rests]
-        kept = mlx_lm_seconds(asker, prefix, rests)
-    cold_seconds, kept_seconds = statistics.median(cold), statistics.median(kept)
-    found.append(Measured("cold, no store", cold_seconds, "itself", 1.0))
-    found.append(Measured("mlx-lm, kept cache", kept_seconds, "cold", kept_seconds / cold_seconds))
+    found: dict[str, list[First]] = {}
+    with engines(model, "1GiB") as by_name:
+        plain = by_name["no store"]
+        for engine in by_name.values():
+            ask(engine, tokens(64))
+            ask(engine, prefix)
+        kept = keep(plain, prefix)
+
+        def cold(engine: InProcess) -> Callable[[], First]:
+            return lambda: ask(engine, tokens(prefix_tokens + rest_tokens))
+
+        def hit(engine: InProcess) -> Callable[[], First]:
+            return lambda: ask(engine, prefix + tokens(rest_tokens))
+
+        def mlx_lm() -> First:
+            return ask_mlx_lm(plain, kept, prefix_tokens, tokens(rest_tokens))
+
+        calls = {"cold, no store": cold(plain), "mlx-lm, kept cache": mlx_lm}
+        for codec in CODECS:
+            calls[f"miss, {codec}"] = cold(by_name[codec])
+            calls[f"hit, {codec}"] = hit(by_name[codec])
+        for run in range(runs):
+            progress(f"run {run + 1} of {runs}")
+            # Another order each time: none always comes after the same other one.
+            for name in draw.permutation(list(calls)):
+                found.setdefault(str(name), []).append(calls[name]())
+                for engine in (by_name[codec] for codec in CODECS):
+                    engine.settle()
+    return summary(found)
+
+
+def summary(found: Mapping[str, Sequence[First]]) -> list[Row]:
+    medians = {name: median(first.seconds for first in firsts) for name, firsts in found.items()}
+    cold, kept = "cold, no store", "mlx-lm, kept cache"
+    pairs = [(cold, cold), (kept, cold)]
     for codec in CODECS:
-        with tempfile.TemporaryDirectory(prefix="mc-", dir="/tmp") as name:
-            socket = Path(name) / "cachestore.sock"
-            cachestore_client.spawn(socket, "1GiB", 60, Path(name) / "log")
-            with ended(socket), engine_with(model, socket, cache_codec=codec) as asker:
-                asker.first_token_seconds(tokens(64))
-                misses = [
-                    asker.first_token_seconds(tokens(prefix_tokens + rest_tokens)) for _ in rests
-                ]
-                asker.first_token_seconds(prefix)
-                asker.settle()
-                warm = [asker.first_token_seconds(prefix + rest) for rest in rests]
-        miss_seconds, warm_seconds = statistics.median(misses), statistics.median(warm)
-        found.append(Measured(f"miss, {codec}", miss_seconds, "cold", miss_seconds / cold_seconds))
-        found.append(Measured(f"hit, {codec}", warm_seconds, "cold", warm_seconds / cold_seconds))
-        ratio = warm_seconds / kept_seconds
-        found.append(Measured(f"hit, {codec}", warm_seconds, "mlx-lm, kept cache", ratio))
-    return found
+        pairs += [(f"miss, {codec}", cold), (f"hit, {codec}", cold), (f"hit, {codec}", kept)]
+    return [
+        Row(
+            name,
+            medians[name],
+            of,
+            medians[name] / medians[of],
+            median(first.store_seconds for first in found[name]),
+        )
+        for name, of in pairs
+    ]
+
+
+COLUMNS: Columns = {
+    "": lambda row: row.name,
+    "first token": lambda row: seconds(row.seconds),
+    "ratio": lambda row: f"{row.ratio:.3f}",
+    "to": lambda row: row.of,
+    "of it the store's answer": lambda row: seconds(row.store_seconds),
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = flags(__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--prefix", type=int, default=1000, help="tokens of the prefix (1000)")
     parser.add_argument("--rest", type=int, default=16, help="tokens behind it (16)")
     parser.add_argument("--runs", type=int, default=5, help="runs of each, of which the median (5)")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    found = measure(options.model, options.prefix, options.rest, options.runs)
-    if options.json:
-        print(json.dumps([asdict(row) for row in found], indent=2))
-        return
-    table = Table(title=f"First token behind {options.prefix} tokens, {options.rest} more")
-    for name in ("", "first token", "ratio", "to"):
-        table.add_column(name, justify="left" if name in ("", "to") else "right")
-    for row in found:
-        table.add_row(row.name, f"{1000 * row.seconds:.0f} ms", f"{row.ratio:.3f}", row.of)
-    Console().print(table)
+    if options.small:
+        options.prefix, options.runs = 100, 2
+    rows = measure(options.model, options.prefix, options.rest, options.runs)
+    title = f"Behind {options.prefix} tokens, {options.rest} more, medians of {options.runs}"
+    publish(options, title, COLUMNS, rows)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,61 @@
+"""Each benchmark's small size runs, so that it cannot rot. What it measures is not looked at."""
+
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.models import save_tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("benchmarks") / "model")
+
+
+def rows_of(name: str, json_path: Path, *flags: str) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--small", "--json", str(json_path)]
+    ran = subprocess.run(
+        [*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    written = json.loads(json_path.read_text())
+    assert written["machine"]["mlx"]
+    assert f"benchmarks.{name}" in written["command"]
+    rows: list[dict[str, Any]] = written["rows"]
+    assert rows
+    return rows
+
+
+def test_both_servers_give_as_many_tokens_and_only_ours_hits_after_a_kill(tmp_path: Path) -> None:
+    rows = rows_of("server", tmp_path / "found.json")
+    replies: dict[str, dict[str, int]] = defaultdict(dict)
+    for row in rows:
+        replies[row["scenario"]][row["server"]] = row["completion_tokens"]
+        if row["scenario"] == "1 on a prefix, restarted":
+            cached = row["cached_tokens"] / row["prompt_tokens"]
+            assert (cached > 0.5) == (row["server"] == "mlx-cachestore"), row
+    assert len(replies) == 9
+    for scenario, tokens in replies.items():
+        assert set(tokens) == {"mlx-lm", "mlx-cachestore"}, scenario
+        assert tokens["mlx-lm"] == tokens["mlx-cachestore"] > 0, scenario
+
+
+def test_a_row_that_joins_gives_the_same_token_in_both_batchers(tmp_path: Path) -> None:
+    tokens: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for row in rows_of("join", tmp_path / "found.json"):
+        tokens[row["event"], row["history_tokens"]].add(row["token"])
+    assert {event for event, _ in tokens} == {"alone", "join", "leave", "growth"}
+    joined = {key: seen for key, seen in tokens.items() if key[0] in ("alone", "join")}
+    assert all(len(seen) == 1 for seen in joined.values()), joined
+
+
+@pytest.mark.parametrize("name", ["prefill_step", "warm"])
+def test_the_benchmark_runs(name: str, model: Path, tmp_path: Path) -> None:
+    assert rows_of(name, tmp_path / "found.json", "--model", str(model))
