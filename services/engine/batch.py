@@ -166,6 +166,9 @@ class Batch:
         self._prompts.prefill_step_size = step
         before = self._generator._counters.prompt_tokens
         prompts, generated = self._generator.next()
+        # Nobody reads them any more, but the generator appends those of each row that joins, as
+        # a lazy operation: as long as every row leaves with its first token, that graph grows.
+        self._decoding._current_tokens = None
         ended = [r.uid for r in prompts if r.end_of_prompt]
         tokens = [Token(r.uid, r.token, r.logprobs) for r in generated if r.uid not in self._begun]
         self._begun = set(ended)

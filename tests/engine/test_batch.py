@@ -334,3 +334,17 @@ def test_removed_rows_give_their_memory_back(llama: Any) -> None:
     full.batch.step()
     assert mx.get_active_memory() - before < cache_bytes / 20
     full.batch.close()
+
+
+def test_rows_that_leave_with_their_first_token_leave_nothing(llama: Any) -> None:
+    batch = make_batch(llama)
+
+    def active_bytes_after(rows: int) -> int:
+        for _ in range(rows):
+            uid = batch.insert((1, 2, 3), None, 0, None)
+            while not batch.step().tokens:
+                pass
+            batch.remove([uid])
+        return mx.get_active_memory()
+
+    assert active_bytes_after(9) == active_bytes_after(9)
