@@ -92,6 +92,9 @@ class SessionServer:
                 continue
             peer.setblocking(False)
             self._begin(self._serve(peer))
+            # Accepting does not wait while others are in the queue, and a crowd of which each
+            # counts all would be refused as a whole: this one is let in, or gone, before the next.
+            await asyncio.sleep(0)
 
     async def _serve(self, peer: socket.socket) -> None:
         """One connection, from accept to end. Whatever it does ends only itself."""

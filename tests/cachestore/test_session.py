@@ -208,6 +208,36 @@ def test_connections_are_limited(running: Cachestore) -> None:
     until(lambda: running.stats().sessions == 0, "the end of the sessions")
 
 
+def test_of_a_crowd_as_many_are_let_in_as_there_is_room_for(directory: Path) -> None:
+    path = directory / "x.fd"
+
+    async def first_frame(peer: socket.socket) -> bytes:
+        peer.setblocking(False)
+        return await asyncio.get_running_loop().sock_recv(peer, 4096)
+
+    async def scenario() -> list[bytes]:
+        store = Store(StoreConfig(budget_bytes=16 << 20))
+        server = SessionServer(path, store, Retirement(store, {}), time.monotonic, "0")
+        server.start()
+        with contextlib.ExitStack() as stack:
+
+            def join() -> socket.socket:
+                peer = stack.enter_context(socket.socket(socket.AF_UNIX))
+                peer.connect(str(path))
+                peer.sendall(frame.encode(HELLO))
+                return peer
+
+            first = await first_frame(join())
+            # They wait in the queue together, for the server has no turn meanwhile.
+            crowd = [join() for _ in range(session.CONNECTIONS_MAX)]
+            answers = [first, *[await first_frame(peer) for peer in crowd]]
+        await server.stop()
+        return answers
+
+    answers = asyncio.run(scenario())
+    assert sum(b"token" in answer for answer in answers) == session.CONNECTIONS_MAX
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 def test_another_user_is_sent_away() -> None:
     with short_directory() as directory, start_cachestore(directory) as daemon:
