@@ -6,7 +6,8 @@ The generation engine. Errors are gRPC status codes whose message names the fiel
 
 Limits: a message is at most 16 MiB (RESOURCE_EXHAUSTED beyond); a prompt and its reply fit
 the model's context (GetModel.context_tokens); 256 requests may run or wait at once
-(RESOURCE_EXHAUSTED beyond). While the engine stops, new requests fail with UNAVAILABLE.
+(RESOURCE_EXHAUSTED beyond). While the engine stops, new requests fail with UNAVAILABLE; gRPC
+itself answers CANCELLED to those that arrive as the server closes. Either may be sent again.
 """
 
 from collections import abc as _abc
