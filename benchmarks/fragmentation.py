@@ -72,9 +72,10 @@ def main() -> None:
     parser = flags(__doc__)
     parser.add_argument("--operations", type=int, default=100_000)
     parser.add_argument("--budget", default="256MiB")
+    parser.add_argument("--reports", type=int, default=10, help="how often to look (10)")
     options = parser.parse_args()
     if options.small:
-        options.operations, options.budget = 300, "16MiB"
+        options.operations, options.budget, options.reports = 300, "16MiB", 1
     with short_directory() as directory:
         (directory / "sitecustomize.py").write_text(SITE)
         with start_cachestore(
@@ -88,13 +89,13 @@ def main() -> None:
 
 
 def measure(daemon: Cachestore, options: argparse.Namespace) -> list[Measured]:
-    """A row for each tenth of the operations."""
+    """A row for each report."""
     rows = []
     with daemon.client() as client:
         load = Load(client)
         for count in range(1, options.operations + 1):
             load.operate()
-            if count % (options.operations // 10) == 0:
+            if count % (options.operations // options.reports) == 0:
                 settle(client)
                 rows.append(seen(daemon, count))
                 progress(f"{count:,} operations, {rows[-1].useful:.1%} useful")

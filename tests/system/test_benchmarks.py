@@ -56,6 +56,21 @@ def test_a_row_that_joins_gives_the_same_token_in_both_batchers(tmp_path: Path) 
     assert all(len(seen) == 1 for seen in joined.values()), joined
 
 
+def test_lookups_find_what_was_stored(tmp_path: Path) -> None:
+    rows = rows_of("lookup", tmp_path / "found.json")
+    spans = {row["case"]: row["spans"] for row in rows}
+    assert spans["hit"] > spans["hit, first half"] > spans["miss"] == 0
+    assert spans["hit, short"] == 1
+
+
+def test_a_store_under_load_moves_records(tmp_path: Path) -> None:
+    for row in rows_of("fragmentation", tmp_path / "found.json"):
+        assert row["load"] <= 0.96
+        assert row["evicted_bytes"] > 0
+        assert row["moved_bytes"] > 0
+        assert row["useful"] > 0
+
+
 @pytest.mark.parametrize("name", ["prefill_step", "warm"])
 def test_the_benchmark_runs(name: str, model: Path, tmp_path: Path) -> None:
     assert rows_of(name, tmp_path / "found.json", "--model", str(model))
