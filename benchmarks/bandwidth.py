@@ -9,6 +9,8 @@ buffers that MLX has kept from the run before, "fresh" ones that the system has 
 copies the records' bytes from the mapped slab to memory of the same sort.
 """
 
+import contextlib
+import ctypes
 import mmap
 import queue
 import threading
@@ -112,14 +114,13 @@ def measure(name: str, policy: CodecPolicy, rows: int, runs: int) -> list[Measur
     progress(f"{name}, {policy.codec.name}, {rows} rows")
     works: dict[str, list[Run]] = {}
     with short_directory() as directory:
-        budget = 2 * rows * policy.codec.row_bytes + (256 << 20)
+        # Room for two sequences, and for a few records, of which a slab holds one at least.
+        budget = (2 * rows + 8 * PIECE_ROWS) * policy.codec.row_bytes + (64 << 20)
         with start_cachestore(directory, budget=budget) as daemon, engine(daemon, policy) as bench:
-            live = random_layers(policy.codec.layout, -(-rows // 256) * 256)
-            # The first run, which touches everything for the first time, does not count.
-            for _ in range(runs + 1):
-                for work, run in bench.once(live, tuple(range(rows + 1))):
-                    works.setdefault(work, []).append(run)
-    return [summary(name, policy, rows, work, timed[1:]) for work, timed in works.items()]
+            live = random_layers(policy.codec.layout, -(-rows // PIECE_ROWS) * PIECE_ROWS)
+            for work, run in bench.works(live, rows, runs):
+                works.setdefault(work, []).append(run)
+    return [summary(name, policy, rows, work, timed) for work, timed in works.items()]
 
 
 @dataclass
@@ -186,7 +187,6 @@ class Bench:
         self._policy = policy
         self.prefix = Prefix(self._inbox.put, link, policy)
         self.prefix.identify(NAMESPACE)
-        self._buffer = np.empty(0, np.uint8)
         self._found: Found | None = None
 
     def looked_up(self, _request_id: int, found: Found | None) -> None:
@@ -198,42 +198,56 @@ class Bench:
     def stored(self, _request_id: int, tokens: int) -> None:
         assert tokens > 0
 
-    def once(self, live: Sequence[Layer], tokens: tuple[int, ...]) -> Iterator[tuple[str, Run]]:
-        """Each work once; the store is empty before and after."""
-        store = self._store(live, tokens[:-1])
-        self.prefix.look_up(0, tokens)
+    def works(self, live: Sequence[Layer], rows: int, runs: int) -> Iterator[tuple[str, Run]]:
+        """Each work `runs` times. Every sequence is another one, and the first fill the store."""
+        for number in range(3):
+            forget_freed_memory()
+            fresh = self._store(live, number, rows)
+            with self._looked_up(number, rows) as found:
+                fresh.memcpy_seconds = memcpy(found, fresh_buffer(found))
+                buffer = fresh_buffer(found)
+            if number < 2:
+                yield "store, fresh", fresh
+        for number in range(3, 3 + 2 * runs, 2):
+            # The first one gives the second one its buffers.
+            self._store(live, number, rows)
+            store = self._store(live, number + 1, rows)
+            with self._looked_up(number + 1, rows) as found:
+                fresh_memcpy_seconds = memcpy(found, fresh_buffer(found))
+                forget_freed_memory()
+                fresh = self._attach(found)
+                fresh.memcpy_seconds = fresh_memcpy_seconds
+                memcpy(found, buffer)
+                memcpy_seconds = memcpy(found, buffer)
+                reused = self._attach(found)
+            store.memcpy_seconds = reused.memcpy_seconds = memcpy_seconds
+            yield from (("attach, reused", reused), ("attach, fresh", fresh))
+            yield "store, reused", store
+
+    @contextmanager
+    def _looked_up(self, number: int, rows: int) -> Iterator[Found]:
+        self.prefix.look_up(0, tokens_of(number, rows + 1))
         self._receive()
         assert self._found is not None
-        found, self._found = self._found, None
-        fresh_memcpy = self._memcpy(found, self._fresh_buffer(found))
-        mx.clear_cache()
-        fresh = self._attach(found)
-        fresh.memcpy_seconds = fresh_memcpy
-        if len(self._buffer) == 0:
-            self._buffer = self._fresh_buffer(found)
-        reused_memcpy = self._memcpy(found, self._buffer)
-        reused = self._attach(found)
-        store.memcpy_seconds = reused.memcpy_seconds = reused_memcpy
-        self.prefix.release(found)
+        assert self._found.rows == rows
+        yield self._found
+        self.prefix.release(self._found)
+        self._found = None
         self.prefix.drain()
-        with self._link.borrow() as client:
-            client.evict()
-        yield "attach, reused", reused
-        yield "attach, fresh", fresh
-        yield "store", store
 
     def _receive(self) -> None:
         self._inbox.get()(self)
 
-    def _store(self, live: Sequence[Layer], tokens: tuple[int, ...]) -> Run:
+    def _store(self, live: Sequence[Layer], number: int, rows: int) -> Run:
         """As Writeback does, piece by piece, but without steps of a batch between."""
+        tokens = tokens_of(number, rows)
         with ticking() as late:
             run = Run()
             packed = []
-            for first in range(0, len(tokens), PIECE_ROWS):
+            for first in range(0, rows, PIECE_ROWS):
                 with run.keeping_mlx("pack"):
-                    rows = sliced(live, first, min(first + PIECE_ROWS, len(tokens)))
-                    packed.append(self.prefix.pack(len(tokens), rows, first))
+                    piece = sliced(live, first, min(first + PIECE_ROWS, rows))
+                    packed.append(self.prefix.pack(rows, piece, first))
             with run.phase("write"):
                 self.prefix.write(tokens, packed, None, report=0)
                 self._receive()
@@ -262,21 +276,6 @@ class Bench:
         run.gil_seconds_max = max(late)
         return run
 
-    def _fresh_buffer(self, found: Found) -> npt.NDArray[np.uint8]:
-        """Memory that nobody has touched, of pages of the usual size: numpy asks for huge ones."""
-        total = sum(len(source.view) for source in sources(found))
-        return np.frombuffer(mmap.mmap(-1, total), np.uint8)
-
-    def _memcpy(self, found: Found, target: npt.NDArray[np.uint8]) -> float:
-        """Seconds for all bytes of the records, one copy for each."""
-        views = [np.frombuffer(source.view, np.uint8) for source in sources(found)]
-        start = time.perf_counter()
-        end = 0
-        for view in views:
-            np.copyto(target[end : end + len(view)], view)
-            end += len(view)
-        return time.perf_counter() - start
-
 
 @contextmanager
 def engine(daemon: Cachestore, policy: CodecPolicy) -> Iterator[Bench]:
@@ -294,6 +293,34 @@ def sources(found: Found) -> list[attach.Source]:
         attach.Source(found.client.record(span), span.first_row, span.rows)
         for span in found.lease.spans
     ]
+
+
+def tokens_of(number: int, count: int) -> tuple[int, ...]:
+    return (number, *range(count - 1))
+
+
+def fresh_buffer(found: Found) -> npt.NDArray[np.uint8]:
+    """Memory that nobody has touched, of pages of the usual size: numpy asks for huge ones."""
+    total = sum(len(source.view) for source in sources(found))
+    return np.frombuffer(mmap.mmap(-1, total), np.uint8)
+
+
+def memcpy(found: Found, target: npt.NDArray[np.uint8]) -> float:
+    """Seconds for all bytes of the records, one copy for each."""
+    views = [np.frombuffer(source.view, np.uint8) for source in sources(found)]
+    start = time.perf_counter()
+    end = 0
+    for view in views:
+        np.copyto(target[end : end + len(view)], view)
+        end += len(view)
+    return time.perf_counter() - start
+
+
+def forget_freed_memory() -> None:
+    """Whatever MLX and malloc keep for reuse goes back to the system."""
+    mx.clear_cache()
+    with contextlib.suppress(AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextmanager

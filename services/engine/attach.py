@@ -2,13 +2,14 @@
 
 The way has three steps for each block of layers, and each step has its thread:
 
-    allocate   MLX thread      destination buffers, evaluated
+    allocate   MLX thread      destination buffers, not written to
     copy       helper thread   slab -> buffers, one copy without the GIL; no MLX operation
     decode     MLX thread      one array for each layer and part, evaluated; buffers freed
 
 Blocks bound how long a step keeps the MLX thread from decoding for other requests, and how much
 packed memory exists beside the decoded rows. They are independent: while one is copied, another
-may be allocated or decoded.
+may be allocated or decoded. Lossless rows stay where they land, so the caches of a block's layers
+share memory, which is free when the last of them has joined a batch.
 """
 
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cachestore import record
-from engine.kv.codec import CodecPlan, CodecPolicy, Lossless, PlannedPart
-from engine.kv.export import host_view
+from engine.kv.codec import CodecPlan, CodecPolicy, PlannedPart
+from engine.kv.export import host_view, unwritten
 from engine.kv.kinds import BY_NAME
 from engine.kv.layout import LayerGroup
 
@@ -118,8 +119,8 @@ class Block:
         self._layers = layers
         self._segments = segments
         self._rows = sum(segment.rows for segment in segments)
-        # For each segment and part, what together receives all layers of the block.
-        self._landings: list[dict[str, list[_Landing]]] = []
+        # For each segment, by the part's name.
+        self._landings: list[dict[str, _Landing]] = []
         self._decoded: dict[str, list[mx.array]] = {}
 
     @property
@@ -131,17 +132,11 @@ class Block:
         """On the MLX thread."""
         self._landings = [
             {
-                part.shape.name: _landings(part, place, self._layers, segment.rows)
+                part.shape.name: _Landing(part, place, self._layers, segment.rows)
                 for part, place in _places(segment.codec, self._group)
             }
             for segment in self._segments
         ]
-        landings = [
-            landing for parts in self._landings for part in parts.values() for landing in part
-        ]
-        mx.eval([landing.buffers for landing in landings])
-        for landing in landings:
-            landing.export()
 
     def copy(self) -> None:
         """On a helper thread. Afterwards this block holds no view of a record."""
@@ -150,9 +145,8 @@ class Block:
             for parsed, source in segment.spans:
                 rows = slice(source.first_row, source.first_row + source.rows)
                 arrays = [array[:, :, rows] for array in parsed.views(source.view)]
-                for part in parts.values():
-                    for landing in part:
-                        landing.copy(arrays, start)
+                for landing in parts.values():
+                    landing.copy(arrays, start)
                 start += source.rows
         self._segments = ()
 
@@ -160,10 +154,7 @@ class Block:
         """On the MLX thread, after `copy`."""
         landings, self._landings = self._landings, []
         for shape in self._group.parts:
-            segments = [
-                [layer for landing in parts.pop(shape.name) for layer in landing.decode()]
-                for parts in landings
-            ]
+            segments = [parts.pop(shape.name).decode() for parts in landings]
             self._decoded[shape.name] = [_join(pieces) for pieces in zip(*segments, strict=True)]
         mx.eval(self._decoded)
 
@@ -178,7 +169,7 @@ class Block:
 
 
 class _Landing:
-    """Where some layers of one part of one segment arrive: a buffer for each of its arrays."""
+    """Where a block's layers of one part of one segment arrive: a buffer for each of its arrays."""
 
     def __init__(self, part: PlannedPart, place: int, layers: range, rows: int) -> None:
         self._encoding = part.encoding
@@ -188,15 +179,9 @@ class _Landing:
         self._layers = slice(layers.start - first, layers.stop - first)
         self._specs = part.encoding.arrays(part.shape)
         self._shapes = [(len(layers), spec.heads, rows, spec.width) for spec in self._specs]
-        # Bytes: MLX fills them with memset, three times as fast as it fills words.
-        self.buffers = [
-            mx.zeros(len(layers) * rows * spec.row_bytes, mx.uint8) for spec in self._specs
-        ]
-        self._views: list[npt.NDArray[Any]] = []
-
-    def export(self) -> None:
-        """Makes writable numpy views of the buffers, which must be evaluated."""
-        described = zip(self.buffers, self._specs, self._shapes, strict=True)
+        # Every byte is written by `copy`: the spans of a segment are all of its rows.
+        self._buffers = [unwritten(len(layers) * rows * spec.row_bytes) for spec in self._specs]
+        described = zip(self._buffers, self._specs, self._shapes, strict=True)
         self._views = [host_view(buffer, spec, shape) for buffer, spec, shape in described]
 
     def copy(self, arrays: Sequence[npt.NDArray[Any]], start: int) -> None:
@@ -207,7 +192,7 @@ class _Landing:
     def decode(self) -> list[mx.array]:
         """One array (1, heads, rows, width) for each layer, lazy."""
         self._views = []
-        described = zip(self.buffers, self._specs, self._shapes, strict=True)
+        described = zip(self._buffers, self._specs, self._shapes, strict=True)
         stacks = [
             buffer.view(getattr(mx, spec.dtype)).reshape(shape) for buffer, spec, shape in described
         ]
@@ -215,18 +200,6 @@ class _Landing:
             self._encoding.decode([stack[layer : layer + 1] for stack in stacks])
             for layer in range(stacks[0].shape[0])
         ]
-
-
-def _landings(part: PlannedPart, place: int, layers: range, rows: int) -> list[_Landing]:
-    """Lossless rows land layer by layer, because the cache keeps the buffer: a larger one would
-    keep all its layers alive until the last of them has joined a batch. Encoded rows are gone
-    after decoding and land together, which takes fewer and longer copies.
-    """
-    step = 1 if isinstance(part.encoding, Lossless) else len(layers)
-    return [
-        _Landing(part, place, layers[first : first + step], rows)
-        for first in range(0, len(layers), step)
-    ]
 
 
 def _places(codec: CodecPlan, group: LayerGroup) -> list[tuple[PlannedPart, int]]:
