@@ -179,8 +179,9 @@ class Core:
         if not self._by_uid:
             return False
         try:
-            result = self._batch.step()
-            self._take(result)
+            if any(row.state is not State.LEAVING for row in self._by_uid.values()):
+                self._take(self._batch.step())
+            self._write_back()
         except Exception as error:
             self._replace_batch(error)
             return True
@@ -262,7 +263,9 @@ class Core:
                 self._begin_leaving(row)
             else:
                 self._push(row, token.token, logprobs.get(token.uid))
-        # After all tokens of the step are sent: nobody's reply waits for a write.
+
+    def _write_back(self) -> None:
+        """After all tokens of the step are sent: nobody's reply waits for a write."""
         self._writeback.step(self._batch, self._by_uid.values())
         self._let_leave()
         self._remove_left()
@@ -298,11 +301,9 @@ class Core:
             row.rows_final = self._batch.held(row.uid)
 
     def _let_leave(self) -> None:
-        """Rows that are packed leave the batch. Others stay, decoding for nobody, while streams
-        beside them must not stall; alone they are packed at once."""
+        """Rows that are packed leave the batch. Others stay, decoding for nobody while streams
+        beside them must not stall; when all are leaving, no step is made."""
         for row in [row for row in self._by_uid.values() if row.state is State.LEAVING]:
-            if len(self._by_uid) == 1:
-                self._writeback.all(self._batch, row)
             packed = is_packed(row)
             if not packed and self.prefix.writes:
                 continue

@@ -7,6 +7,7 @@ import grpc
 import pytest
 
 from engine import writeback
+from engine.batch import Batch, StepResult
 from engine.rows import State
 from tests.support.cores import ENCODED_TOKENS_MIN, LONG, SHORT, Driven, Write, alone
 from tests.support.daemons import Cachestore
@@ -101,12 +102,37 @@ def test_a_stream_goes_on_while_a_row_that_is_over_is_packed(driven: Driven) -> 
     assert len(driven.deltas(2)) - streamed == steps
 
 
-def test_a_row_that_is_alone_is_packed_at_once(driven: Driven) -> None:
-    driven.start(1, LONG, max_tokens=1)
-    while driven.last(1) is None:
+def test_rows_that_are_over_take_no_step_when_nobody_waits(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are packed a piece in each turn, and leave."""
+    for request_id in (1, 2):
+        driven.start(request_id, LONG[request_id:], max_tokens=1)
+    while driven.last(1) is None or driven.last(2) is None:
         driven.core.turn()
+    computed, turns = driven.core.counters.prefilled_tokens, 0
+
+    def step(batch: Batch) -> StepResult:
+        driven.core.counters.prefilled_tokens += 1
+        return StepResult((), 0)
+
+    monkeypatch.setattr(Batch, "step", step)
+    while driven.core.turn():
+        turns += 1
+    assert turns >= len(LONG) // PIECE
+    assert driven.core.counters.prefilled_tokens == computed
     assert len(driven.core) == 0
-    assert driven.prefix.written
+    assert len(driven.prefix.written) == 2
+
+
+def test_short_pieces_of_several_rows_are_packed_between_two_steps(driven: Driven) -> None:
+    for request_id in range(1, 5):
+        driven.start(request_id, LONG[request_id:][: PIECE // 4], max_tokens=100)
+    while not driven.deltas(1):
+        driven.core.turn()
+    assert all(driven.deltas(request_id) for request_id in range(1, 5))
+    # The prompts, all in the turn of their first tokens.
+    assert len(driven.prefix.written) == 4
 
 
 @pytest.mark.parametrize("ending", ["cancel", "fail", "broken step", "no store"])
