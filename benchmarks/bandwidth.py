@@ -188,6 +188,7 @@ class Bench:
         self.prefix = Prefix(self._inbox.put, link, policy)
         self.prefix.identify(NAMESPACE)
         self._found: Found | None = None
+        self._tokens: tuple[int, ...] = ()
 
     def looked_up(self, _request_id: int, found: Found | None) -> None:
         self._found = found
@@ -226,7 +227,8 @@ class Bench:
 
     @contextmanager
     def _looked_up(self, number: int, rows: int) -> Iterator[Found]:
-        self.prefix.look_up(0, tokens_of(number, rows + 1))
+        self._tokens = tokens_of(number, rows + 1)
+        self.prefix.look_up(0, self._tokens)
         self._receive()
         assert self._found is not None
         assert self._found.rows == rows
@@ -243,13 +245,13 @@ class Bench:
         tokens = tokens_of(number, rows)
         with ticking() as late:
             run = Run()
-            packed = []
+            pieces = []
             for first in range(0, rows, PIECE_ROWS):
                 with run.keeping_mlx("pack"):
                     piece = sliced(live, first, min(first + PIECE_ROWS, rows))
-                    packed.append(self.prefix.pack(rows, piece, first))
+                    pieces.append(self.prefix.pack(rows, piece, first))
             with run.phase("write"):
-                self.prefix.write(tokens, packed, None, report=0)
+                self.prefix.write(tokens, pieces, None, report=0)
                 self._receive()
             run.end()
         run.gil_seconds_max = max(late)
@@ -260,7 +262,8 @@ class Bench:
         with ticking() as late:
             run = Run()
             with run.phase("plan"):
-                attachment = attach.plan(self._policy, sources(found))
+                sources = self.prefix.sources(found.client, found.lease, packed(self._tokens))
+                attachment = attach.plan(self._policy, sources)
             found = Found(found.client, found.lease, attachment)
             for block in attachment.blocks:
                 with run.keeping_mlx("allocate"):
@@ -288,11 +291,12 @@ def engine(daemon: Cachestore, policy: CodecPolicy) -> Iterator[Bench]:
         bench.prefix.close()
 
 
-def sources(found: Found) -> list[attach.Source]:
-    return [
-        attach.Source(found.client.record(span), span.first_row, span.rows)
-        for span in found.lease.spans
-    ]
+def records(found: Found) -> list[memoryview]:
+    return [found.client.record(span) for span in found.lease.spans]
+
+
+def packed(tokens: tuple[int, ...]) -> bytes:
+    return np.asarray(tokens, "<u4").tobytes()
 
 
 def tokens_of(number: int, count: int) -> tuple[int, ...]:
@@ -301,13 +305,13 @@ def tokens_of(number: int, count: int) -> tuple[int, ...]:
 
 def fresh_buffer(found: Found) -> npt.NDArray[np.uint8]:
     """Memory that nobody has touched, of pages of the usual size: numpy asks for huge ones."""
-    total = sum(len(source.view) for source in sources(found))
+    total = sum(map(len, records(found)))
     return np.frombuffer(mmap.mmap(-1, total), np.uint8)
 
 
 def memcpy(found: Found, target: npt.NDArray[np.uint8]) -> float:
     """Seconds for all bytes of the records, one copy for each."""
-    views = [np.frombuffer(source.view, np.uint8) for source in sources(found)]
+    views = [np.frombuffer(view, np.uint8) for view in records(found)]
     start = time.perf_counter()
     end = 0
     for view in views:

@@ -181,14 +181,14 @@ class Prefix:
             )
             self._link.hold(client, lease.id)
             try:
-                sources = self._sources(client, lease, _packed(tokens))
+                sources = self.sources(client, lease, _packed(tokens))
                 plan = attach.plan(self._policy, sources) if sources else None
                 return Found(client, lease, plan)
             except Exception:
                 self._link.drop(lease.id)
                 raise
 
-    def _sources(self, client: Client, lease: Lease, tokens: bytes) -> list[attach.Source]:
+    def sources(self, client: Client, lease: Lease, tokens: bytes) -> list[attach.Source]:
         """Where the rows of a lease lie, and what their records have to say of them."""
         spans = lease.spans
         places = itertools.accumulate((span.rows for span in spans), initial=0)

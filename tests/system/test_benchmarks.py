@@ -71,6 +71,11 @@ def test_a_store_under_load_moves_records(tmp_path: Path) -> None:
         assert row["useful"] > 0
 
 
+def test_attach_and_store_are_measured_beside_memcpy(tmp_path: Path) -> None:
+    rows = rows_of("bandwidth", tmp_path / "found.json")
+    assert all(row["memcpy_seconds"] > 0 for row in rows)
+
+
 @pytest.mark.parametrize("name", ["prefill_step", "warm"])
 def test_the_benchmark_runs(name: str, model: Path, tmp_path: Path) -> None:
     assert rows_of(name, tmp_path / "found.json", "--model", str(model))
