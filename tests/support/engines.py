@@ -20,6 +20,7 @@ from engine.config import EngineConfig, Listen
 from engine.core import Core
 from engine.remote import EngineProcess, connect
 from engine.request import Delta, Done, Event, Failed, Request, Sampling
+from engine.rows import State
 from engine.server import Engine
 from engine.v1 import engine_pb2 as pb
 from tests.support.waiting import until
@@ -40,6 +41,10 @@ class Reply:
     def done(self) -> Done:
         assert isinstance(self.last, Done), self.last
         return self.last
+
+
+def _nobody_leaves(core: Core) -> bool:
+    return all(row.state is not State.LEAVING for row in core._rows.values())
 
 
 class InProcess:
@@ -99,8 +104,8 @@ class InProcess:
         return self.finish(self.submit(tokens, max_tokens, **fields))
 
     def settle(self) -> None:
-        """Wait until everything given to the writer is stored or dropped."""
-        self.on_worker(lambda core: None)
+        """Wait until everything that rows which are over have to store is stored or dropped."""
+        until(lambda: self.on_worker(_nobody_leaves), "rows that are over to leave")
         self.prefix.drain()
 
     def on_worker(self, call: Any) -> Any:
