@@ -28,6 +28,7 @@ import numpy as np  # noqa: E402
 import numpy.typing as npt  # noqa: E402
 from tests.support.caches import Layer, layout, random_layers, sliced  # noqa: E402
 from tests.support.daemons import Cachestore, short_directory, start_cachestore  # noqa: E402
+from tests.support.stores import packed  # noqa: E402
 
 from benchmarks.measure import (  # noqa: E402
     Columns,
@@ -293,10 +294,6 @@ def engine(daemon: Cachestore, policy: CodecPolicy) -> Iterator[Bench]:
 
 def records(found: Found) -> list[memoryview]:
     return [found.client.record(span) for span in found.lease.spans]
-
-
-def packed(tokens: tuple[int, ...]) -> bytes:
-    return np.asarray(tokens, "<u4").tobytes()
 
 
 def tokens_of(number: int, count: int) -> tuple[int, ...]:
