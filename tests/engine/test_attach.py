@@ -13,7 +13,8 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from cachestore.record import TOKEN_BYTES
 from engine import attach, pack
 from engine.attach import Source
-from engine.kv.codec import Affine, CodecPlan, CodecPolicy
+from engine.kv.codec import CodecPlan, CodecPolicy
+from engine.kv.encoding import Affine
 from engine.kv.layout import CacheLayout, probe
 from tests.support.caches import (
     Layer,

@@ -3,7 +3,8 @@ import pytest
 
 from cachestore.record import ArraySpec, RecordError
 from engine.config import EngineConfig, Listen
-from engine.kv.codec import Affine, CodecError, CodecPolicy, Lossless, plan_codec
+from engine.kv.codec import CodecError, CodecPolicy, plan_codec
+from engine.kv.encoding import Affine, Lossless
 from engine.kv.kinds import PartShape
 from tests.support.caches import layout, random_layers
 

@@ -6,14 +6,13 @@ every record made with it has. Encodings work row by row, so that what a row bec
 on its neighbours, and a span can begin anywhere.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
-
-import mlx.core as mx
+from typing import Any, Final
 
 from cachestore import record
 from engine import config
+from engine.kv.encoding import Affine, Encoding, Lossless
 from engine.kv.kinds import PartShape
 from engine.kv.layout import CacheLayout, LayerGroup
 
@@ -22,73 +21,6 @@ FLAG: Final = "--cache-codec"
 
 class CodecError(ValueError):
     """The flag asks for what this model cannot have; the message says what to use instead."""
-
-
-class Encoding(Protocol):
-    """One way to hold rows of a part; arrays are (layers, heads, rows, width)."""
-
-    @property
-    def header(self) -> record.Encoding:
-        """What a record says of it."""
-
-    def arrays(self, shape: PartShape) -> tuple[record.ArraySpec, ...]: ...
-
-    def encode(self, rows: mx.array) -> tuple[mx.array, ...]:
-        """Lazy; may return its argument."""
-
-    def decode(self, arrays: Sequence[mx.array]) -> mx.array:
-        """Lazy; may return its argument. Gives the dtype that was encoded."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lossless:
-    """The rows as they are."""
-
-    @property
-    def header(self) -> record.Encoding:
-        return {"name": "none"}
-
-    def arrays(self, shape: PartShape) -> tuple[record.ArraySpec, ...]:
-        return (record.ArraySpec("rows", shape.dtype, shape.heads, shape.width),)
-
-    def encode(self, rows: mx.array) -> tuple[mx.array, ...]:
-        return (rows,)
-
-    def decode(self, arrays: Sequence[mx.array]) -> mx.array:
-        (rows,) = arrays
-        return rows
-
-
-@dataclass(frozen=True, slots=True)
-class Affine:
-    """MLX's affine quantization: a scale and a bias, in the rows' dtype, for each group."""
-
-    bits: int
-    group_size: int
-
-    @property
-    def header(self) -> record.Encoding:
-        return {"name": "affine", "bits": self.bits, "group_size": self.group_size}
-
-    def arrays(self, shape: PartShape) -> tuple[record.ArraySpec, ...]:
-        words, groups = shape.width * self.bits // 32, shape.width // self.group_size
-        return (
-            record.ArraySpec("codes", "uint32", shape.heads, words),
-            record.ArraySpec("scales", shape.dtype, shape.heads, groups),
-            record.ArraySpec("biases", shape.dtype, shape.heads, groups),
-        )
-
-    def encode(self, rows: mx.array) -> tuple[mx.array, ...]:
-        return tuple(mx.quantize(rows, group_size=self.group_size, bits=self.bits))
-
-    def decode(self, arrays: Sequence[mx.array]) -> mx.array:
-        codes, scales, biases = arrays
-        if self.bits == 8 and mx.default_device().type == mx.cpu:
-            # The same bits in a third of the time: MLX's CPU kernel unpacks code by code.
-            grouped = codes.view(mx.uint8).reshape(*scales.shape, self.group_size)
-            rows = grouped.astype(scales.dtype) * scales[..., None] + biases[..., None]
-            return rows.flatten(-2)
-        return mx.dequantize(codes, scales, biases, group_size=self.group_size, bits=self.bits)
 
 
 @dataclass(frozen=True, slots=True)
