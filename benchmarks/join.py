@@ -29,7 +29,7 @@ from tests.support.models import tiny_llama  # noqa: E402
 
 from engine.batch import Batch, BatchMode, BatchShape  # noqa: E402
 from engine.config import PrefillStep  # noqa: E402
-from engine.kv.kinds import PlainKV  # noqa: E402
+from engine.kv.history import FULL, JoiningKVCache  # noqa: E402
 from engine.kv.layout import probe  # noqa: E402
 from engine.model import ModelSpec, load  # noqa: E402
 
@@ -68,7 +68,7 @@ class Ours:
 
     def insert(self, tokens: list[int], parts: Parts) -> int:
         cached = parts[0][0].shape[2]
-        caches = [PlainKV().restore({"keys": k, "values": v}, cached) for k, v in parts]
+        caches = [JoiningKVCache.of(FULL, layer, cached) for layer in parts]
         return self._batch.insert((*([0] * cached), *tokens), caches, cached, None)
 
     def step(self) -> dict[int, int]:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from cachestore import record
 from engine.kv.codec import CodecPlan, CodecPolicy, PlannedPart
+from engine.kv.encoding import convert
 from engine.kv.export import host_view, unwritten
 from engine.kv.kinds import BY_NAME
 from engine.kv.layout import LayerGroup
@@ -121,7 +122,8 @@ class Block:
         self._rows = sum(segment.rows for segment in segments)
         # For each segment, by the part's name.
         self._landings: list[dict[str, _Landing]] = []
-        self._decoded: dict[str, list[mx.array]] = {}
+        # Each part's layers, each as the arrays of its live cache.
+        self._decoded: dict[str, list[tuple[mx.array, ...]]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -163,7 +165,11 @@ class Block:
         decoded, self._decoded = self._decoded, {}
         kind = BY_NAME[self._group.kind]
         return [
-            kind.restore({name: layers[index] for name, layers in decoded.items()}, self._rows)
+            kind.restore(
+                self._group.parts,
+                {name: layers[index] for name, layers in decoded.items()},
+                self._rows,
+            )
             for index in range(len(self._layers))
         ]
 
@@ -172,7 +178,7 @@ class _Landing:
     """Where a block's layers of one part of one segment arrive: a buffer for each of its arrays."""
 
     def __init__(self, part: PlannedPart, place: int, layers: range, rows: int) -> None:
-        self._encoding = part.encoding
+        self._encoding, self._live = part.encoding, part.shape.live
         self._place = place
         # Within the record's array, whose first layer is the group's.
         first = part.group.first_layer
@@ -189,15 +195,15 @@ class _Landing:
         for array, view in zip(arrays[self._place :], self._views, strict=False):
             np.copyto(view[:, :, start : start + array.shape[2]], array[self._layers])
 
-    def decode(self) -> list[mx.array]:
-        """One array (1, heads, rows, width) for each layer, lazy."""
+    def decode(self) -> list[tuple[mx.array, ...]]:
+        """For each layer the arrays (1, heads, rows, ...) of its live cache, lazy."""
         self._views = []
         described = zip(self._buffers, self._specs, self._shapes, strict=True)
         stacks = [
             buffer.view(getattr(mx, spec.dtype)).reshape(shape) for buffer, spec, shape in described
         ]
         return [
-            self._encoding.decode([stack[layer : layer + 1] for stack in stacks])
+            convert([stack[layer : layer + 1] for stack in stacks], self._encoding, self._live)
             for layer in range(stacks[0].shape[0])
         ]
 
@@ -213,8 +219,10 @@ def _places(codec: CodecPlan, group: LayerGroup) -> list[tuple[PlannedPart, int]
     return places
 
 
-def _join(pieces: Sequence[mx.array]) -> mx.array:
-    return pieces[0] if len(pieces) == 1 else mx.concatenate(list(pieces), axis=2)
+def _join(pieces: Sequence[tuple[mx.array, ...]]) -> tuple[mx.array, ...]:
+    if len(pieces) == 1:
+        return pieces[0]
+    return tuple(mx.concatenate(list(arrays), axis=2) for arrays in zip(*pieces, strict=True))
 
 
 def _cut(group: LayerGroup, rows: int, block_bytes: int) -> list[range]:

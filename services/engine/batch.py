@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator, PromptProcessingBatch
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch
 
 from engine.config import PrefillStep
+from engine.kv.history import Rows
+from engine.kv.kinds import PlainKV
+from engine.kv.live import LiveCaches
 from engine.kv.solo import one_row
 from engine.penalties import Penalizer
 from engine.sampling import Sampler
@@ -68,6 +70,16 @@ class StepResult:
     computed: int
 
 
+class _DecodingBatch(GenerationBatch):
+    """mlx-lm's, but the last rows take the places of those that leave: fewer have to be moved."""
+
+    def filter(self, keep: list[int]) -> None:
+        count = len(keep)
+        moved = [index for index in keep if index >= count]
+        stay = set(keep)
+        super().filter([i if i in stay else moved.pop(0) for i in range(count)])
+
+
 class _PromptBatch(PromptProcessingBatch):
     """mlx-lm's, but rows that all leave for decoding at once are handed over, not copied."""
 
@@ -95,8 +107,9 @@ class Batch:
                    remove at any time; unknown uids are ignored
     """
 
-    def __init__(self, model: Any, shape: BatchShape) -> None:
-        self._model = model
+    def __init__(self, model: Any, shape: BatchShape, caches: LiveCaches | None = None) -> None:
+        """`caches`: those of a request; by default in full precision."""
+        self._caches = caches or LiveCaches(model)
         self._shape = shape
         rows_max = shape.rows_max
         self._generator: Any = BatchGenerator(
@@ -109,6 +122,7 @@ class Batch:
             stream=mx.default_stream(mx.default_device()),
         )
         self._prompts.__class__ = _PromptBatch
+        self._decoding.__class__ = _DecodingBatch
         # Rows whose first token was given out; the generator will give it again.
         self._begun: set[int] = set()
         if mx.metal.is_available():
@@ -147,7 +161,7 @@ class Batch:
         assert 0 <= cached < len(tokens)
         assert (caches is None) == (cached == 0)
         if caches is None:
-            caches = make_prompt_cache(self._model)
+            caches = self._caches.fresh()
         if self._shape.mode is BatchMode.ONE_ROW:
             caches = one_row(caches)
         (uid,) = self._generator.insert(
@@ -189,25 +203,18 @@ class Batch:
         found = self._locate(uid)
         return 0 if found is None else len(found[0].tokens[found[1]])
 
-    def rows(self, uid: int, first: int, end: int) -> list[tuple[mx.array, mx.array]]:
-        """Rows [first, end) of each layer: keys and values, (1, heads, end - first, width).
+    def rows(self, uid: int, first: int, end: int) -> list[Rows]:
+        """Rows [first, end) of each layer: keys and values, each as the arrays that its cache
+        holds, (1, heads, end - first, ...).
 
-        Lazy slices of the live caches, for plain KVCache layers only. Evaluate and drop them
+        Lazy slices of the live caches, for plain layers only. Evaluate and drop them
         before the next step: a reference held across it makes MLX copy the whole cache.
         """
         found = self._locate(uid)
         assert found is not None
         batch, index = found
         assert 0 <= first <= end <= len(batch.tokens[index])
-        caches = batch.prompt_cache
-        padding = 0
-        if self._shape.mode is not BatchMode.ONE_ROW:
-            padding = int(caches[0].left_padding[index].item())
-        rows = slice(padding + first, padding + end)
-        return [
-            (layer.keys[index : index + 1, :, rows], layer.values[index : index + 1, :, rows])
-            for layer in caches
-        ]
+        return [PlainKV().rows(cache, index, first, end) for cache in batch.prompt_cache]
 
     def _first_token(self, uid: int) -> Token:
         decoding = self._decoding

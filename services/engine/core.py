@@ -79,6 +79,11 @@ class Core:
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def copying(self) -> bool:
+        """Whether rows of some request are on their way out of the store."""
+        return any(row.state is State.ATTACHING for row in self._rows.values())
+
     def occupancy(self) -> Occupancy:
         running = [row for row in self._rows.values() if row.uid is not None]
         decoding = sum(row.first_token_sent for row in running)

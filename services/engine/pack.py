@@ -14,7 +14,9 @@ import numpy.typing as npt
 
 from cachestore import record
 from engine.kv.codec import CodecPlan
+from engine.kv.encoding import convert
 from engine.kv.export import host_view
+from engine.kv.history import Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +37,20 @@ class PackedRows:
         return sum(array.nbytes for array in self.arrays)
 
 
-def pack(codec: CodecPlan, layers: Sequence[Sequence[mx.array]], first_token: int) -> PackedRows:
+def pack(codec: CodecPlan, layers: Sequence[Rows], first_token: int) -> PackedRows:
     """Encodes and evaluates rows, on the MLX thread.
 
-    `layers` has for each layer its parts (keys, values), shape (1, heads, rows, width); they may
-    be lazy slices of a live cache. No result shares memory with them.
+    `layers` has for each layer its parts (keys, values), each as the arrays that its live cache
+    holds, (1, heads, rows, ...), which may be lazy slices. No result shares memory with them.
     """
-    rows = layers[0][0].shape[2]
+    rows = layers[0][0][0].shape[2]
     arrays: list[mx.array] = []
     for part in codec.parts:
         place = part.group.parts.index(part.shape)
         first = part.group.first_layer
-        stacked = _stack([layer[place] for layer in layers[first : first + part.group.layers]])
-        encoded = part.encoding.encode(stacked)
+        held = [layer[place] for layer in layers[first : first + part.group.layers]]
+        stacked = [_stack(of_layers) for of_layers in zip(*held, strict=True)]
+        encoded = convert(stacked, part.shape.live, part.encoding)
         # Part by part, so that only one is held in full precision.
         mx.eval(encoded)
         arrays += encoded

@@ -16,7 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
 
-import mlx.core as mx
 import numpy as np
 
 from cachestore.client import Client, Lease, MatchKind, StoreRefused, StoreUnavailable
@@ -24,6 +23,7 @@ from cachestore.record import RecordError, paths
 from engine import attach, config, pack
 from engine.attach import Attachment, Block
 from engine.kv.codec import CodecPolicy
+from engine.kv.history import Rows
 from engine.link import StoreLink
 from engine.pack import PackedRows
 
@@ -245,9 +245,7 @@ class Prefix:
         assert self._policy is not None
         return self._policy.codec_for(path_tokens) is self._policy.codec
 
-    def pack(
-        self, path_tokens: int, rows: list[tuple[mx.array, mx.array]], first: int
-    ) -> PackedRows:
+    def pack(self, path_tokens: int, rows: Sequence[Rows], first: int) -> PackedRows:
         """Encode rows [first, ...) of a path of this length, on the worker thread.
 
         They are encoded before this returns, and no reference to `rows` is kept.

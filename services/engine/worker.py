@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 
 Message = Callable[[Core], None]
 
+# A row whose cached rows are being copied joins after the step that follows the copy. So the step
+# waits for copies, at most this share of the time that the one before it took.
+COPY_WAIT_SHARE = 1 / 8
+
 
 class WorkerOver(RuntimeError):
     """The worker has ended; `failed` is what its callers are told."""
@@ -123,13 +127,23 @@ class Worker:
 
     def _serve(self, core: Core) -> None:
         while not self._stopping:
+            began = self._clock()
             busy = core.turn()
+            now = self._clock()
+            until = now + COPY_WAIT_SHARE * (now - began)
             try:
                 while True:
-                    self._inbox.get(block=not busy)(core)
+                    self._take(core, busy, until)
                     busy = True
             except queue.Empty:
                 pass
+
+    def _take(self, core: Core, busy: bool, until: float) -> None:
+        """The next message. Waits for one when there is nothing to do, or until then for rows
+        that are being copied; raises queue.Empty."""
+        left = until - self._clock() if busy and core.copying else 0.0
+        message = self._inbox.get(not busy or left > 0, left if left > 0 else None)
+        message(core)
 
     def _end(self, core: Core | None, failure: BaseException | None) -> None:
         if failure is None:

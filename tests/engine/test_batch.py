@@ -5,10 +5,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from engine.batch import Batch, BatchMode, BatchShape
 from engine.config import PrefillStep
+from engine.kv.history import FULL, JoiningKVCache
+from engine.kv.live import LiveCaches
 from tests.support.cores import alone
 from tests.support.models import gpt_bigcode_config, llama_config, tiny_model
 
@@ -36,7 +38,7 @@ class Rows:
     def insert(self, tokens: tuple[int, ...], cached: int = 0) -> int:
         caches = None
         if cached:
-            caches = make_prompt_cache(self.model)
+            caches = LiveCaches(self.model).fresh()
             mx.eval(self.model(mx.array([tokens[:cached]]), cache=caches))
         uid = self.batch.insert(tokens, caches, cached, None)
         self.prompts[uid] = tokens
@@ -70,7 +72,7 @@ class Rows:
             caches = make_prompt_cache(self.model)
             mx.eval(self.model(mx.array([path[:held]]), cache=caches))
             for first, end in {(0, held), (held // 2, held), (held - 1, held), (0, 1), (0, 0)}:
-                for (keys, values), cache in zip(
+                for ((keys,), (values,)), cache in zip(
                     self.batch.rows(uid, first, end), caches, strict=True
                 ):
                     assert keys.shape[:3] == (1, cache.keys.shape[1], end - first)
@@ -285,13 +287,12 @@ class Full:
         return mx.get_peak_memory() - before
 
 
-def history(seed: int) -> KVCache:
+def history(seed: int) -> JoiningKVCache:
     key = mx.random.key(seed)
-    cache: Any = KVCache()  # type: ignore[no-untyped-call]
     rows = mx.random.normal((2, 1, 2, HISTORY, 64), key=key)
-    cache.state = (mx.contiguous(rows[0]), mx.contiguous(rows[1]), HISTORY)
-    mx.eval(cache.state)
-    return cache  # type: ignore[no-any-return]
+    arrays = [mx.contiguous(rows[0]), mx.contiguous(rows[1])]
+    mx.eval(arrays)
+    return JoiningKVCache.of(FULL, arrays, HISTORY)
 
 
 @pytest.fixture
@@ -303,7 +304,7 @@ def test_rows_that_are_taken_and_dropped_cost_no_copy_of_the_caches(full: Full) 
     plain = full.peak_bytes_of_steps()
     assert plain < full.cache_bytes / 4
     rows = full.batch.rows(full.uid, 0, HISTORY)
-    mx.eval([mx.contiguous(part) for layer in rows for part in layer])
+    mx.eval([mx.contiguous(array) for layer in rows for part in layer for array in part])
     del rows
     assert full.peak_bytes_of_steps() < full.cache_bytes / 4
     unused = full.batch.rows(full.uid, 10, 20)

@@ -4,8 +4,7 @@ import pytest
 from cachestore.record import ArraySpec, RecordError
 from engine.config import EngineConfig, Listen
 from engine.kv.codec import CodecError, CodecPolicy, plan_codec
-from engine.kv.encoding import Affine, Lossless
-from engine.kv.kinds import PartShape
+from engine.kv.encoding import Affine, Lossless, PartShape
 from tests.support.caches import layout, random_layers
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -5,7 +5,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from engine.kv.kinds import NotCacheable, PartShape
+from engine.kv.encoding import PartShape
+from engine.kv.kinds import NotCacheable
 from engine.kv.layout import LayerGroup, probe
 from tests.support.models import (
     gemma3_config,

@@ -7,6 +7,7 @@ import pytest
 
 from cachestore.client import MatchKind
 from engine.batch import BatchMode
+from engine.kv.history import BatchKVCache
 from engine.selfcheck import SelfCheckFailed, choose_mode
 from tests.support.daemons import Cachestore, short_directory, start_cachestore
 from tests.support.engines import InProcess, assert_same, in_process
@@ -72,7 +73,7 @@ class Wrapped:
 
 def padded(cache: list[Any]) -> bool:
     """Whether this forward is of rows that are padded on the right."""
-    return getattr(cache[0], "_right_padding", None) is not None
+    return bool(getattr(cache[0], "_unpadded", ()))
 
 
 def wrong_row(logits: mx.array, error: float) -> mx.array:
@@ -92,18 +93,20 @@ def test_wrong_in_a_batch_is_one_row(error: float) -> None:
 def test_wrong_when_padded_is_one_prompt_at_a_time(error: float) -> None:
     def change(logits: mx.array, cache: list[Any]) -> mx.array:
         if padded(cache):
-            cache[0].values = cache[0].values + error
+            (keys, values), *others = cache[0].state
+            cache[0].state = (keys, values + error), *others
         return logits
 
     assert choose_mode(Wrapped(change), VOCABULARY_TOKENS) is BatchMode.PREFILL_ONE
 
 
 def test_attention_to_the_padding_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The commonest way to be silently wrong: a mask that forgets which positions are padding.
+    # The commonest way to be silently wrong: a mask that forgets which columns are padding.
     def forgetful(logits: mx.array, cache: list[Any]) -> mx.array:
         for layer in cache:
-            if hasattr(layer, "left_padding"):
-                layer.left_padding = mx.zeros_like(layer.left_padding)
+            if isinstance(layer, BatchKVCache):
+                arrays, ends, precision = layer.state
+                layer.state = arrays, [max(ends)] * len(ends), precision
         return logits
 
     mode = choose_mode(Wrapped(forgetful), VOCABULARY_TOKENS)

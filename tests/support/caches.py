@@ -11,7 +11,8 @@ import numpy as np
 from cachestore import record
 from engine import pack
 from engine.attach import Attachment, Source
-from engine.kv.kinds import PartShape
+from engine.kv.encoding import PartShape
+from engine.kv.history import Rows
 from engine.kv.layout import CacheLayout, LayerGroup
 from engine.pack import PackedRows
 
@@ -54,6 +55,11 @@ def random_layers(of: CacheLayout, rows: int, seed: int = 0) -> list[Layer]:
 def sliced(layers: Sequence[Layer], start: int, stop: int) -> list[Layer]:
     """Rows [start, stop) of each layer, lazy."""
     return [(keys[:, :, start:stop], values[:, :, start:stop]) for keys, values in layers]
+
+
+def held(layers: Sequence[Layer]) -> list[Rows]:
+    """As live caches in full precision hold them."""
+    return [((keys,), (values,)) for keys, values in layers]
 
 
 def path_of(first_token: int, rows: int) -> bytes:

@@ -8,12 +8,13 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import make_prompt_cache
 
 from cachestore.client import Lease, MatchKind
 from engine.batch import BatchMode, BatchShape
 from engine.config import PrefillStep
 from engine.core import Core
+from engine.kv.history import Rows
+from engine.kv.live import LiveCaches
 from engine.prefix import Found, Prefix
 from engine.request import Delta, Done, Event, Failed, Request, Sampling
 from engine.scheduler import Scheduler
@@ -124,11 +125,11 @@ class FakePrefix:
     def is_settled(self, path_tokens: int) -> bool:
         return path_tokens >= ENCODED_TOKENS_MIN
 
-    def pack(self, path_tokens: int, rows: list[tuple[mx.array, mx.array]], first: int) -> Any:
+    def pack(self, path_tokens: int, rows: Sequence[Rows], first: int) -> Any:
         self.packs += 1
         if self.packs - 1 in self.fails:
             raise RuntimeError("cannot be encoded")
-        return PackedPiece(path_tokens >= ENCODED_TOKENS_MIN, first, np.array(rows[0][0][0]))
+        return PackedPiece(path_tokens >= ENCODED_TOKENS_MIN, first, np.array(rows[0][0][0][0]))
 
     def write(
         self, tokens: tuple[int, ...], packed: list[Any], found: Found | None, report: int | None
@@ -198,7 +199,7 @@ class Driven:
         """A match of the first rows, in so many blocks, of which the last may be broken."""
 
         def caches() -> list[Any]:
-            made = make_prompt_cache(self.model)
+            made = LiveCaches(self.model).fresh()
             mx.eval(self.model(mx.array([list(tokens[:rows])]), cache=made))
             return made
 

@@ -12,8 +12,7 @@ from typing import Any, Final
 
 from cachestore import record
 from engine import config
-from engine.kv.encoding import Affine, Encoding, Lossless
-from engine.kv.kinds import PartShape
+from engine.kv.encoding import Affine, Encoding, Lossless, PartShape
 from engine.kv.layout import CacheLayout, LayerGroup
 
 FLAG: Final = "--cache-codec"

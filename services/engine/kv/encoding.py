@@ -12,7 +12,6 @@ from typing import Final, Protocol
 import mlx.core as mx
 
 from cachestore import record
-from engine.kv.kinds import PartShape
 from engine.kv.rotation import Rotation
 
 # What MLX's affine quantizer has.
@@ -27,7 +26,7 @@ class Encoding(Protocol):
     def header(self) -> record.Encoding:
         """What a record says of it."""
 
-    def arrays(self, shape: PartShape) -> tuple[record.ArraySpec, ...]: ...
+    def arrays(self, shape: "PartShape") -> tuple[record.ArraySpec, ...]: ...
 
     def encode(self, rows: mx.array) -> tuple[mx.array, ...]:
         """Lazy; may return its argument."""
@@ -44,7 +43,7 @@ class Lossless:
     def header(self) -> record.Encoding:
         return {"name": "none"}
 
-    def arrays(self, shape: PartShape) -> tuple[record.ArraySpec, ...]:
+    def arrays(self, shape: "PartShape") -> tuple[record.ArraySpec, ...]:
         return (record.ArraySpec("rows", shape.dtype, shape.heads, shape.width),)
 
     def encode(self, rows: mx.array) -> tuple[mx.array, ...]:
@@ -53,6 +52,25 @@ class Lossless:
     def decode(self, arrays: Sequence[mx.array]) -> mx.array:
         (rows,) = arrays
         return rows
+
+
+@dataclass(frozen=True, slots=True)
+class PartShape:
+    """What one layer keeps of each token under one name; dtype as records spell it.
+
+    `live` is how its cache holds the rows, and dtype what attention sees of them.
+    """
+
+    name: str
+    heads: int
+    width: int
+    dtype: str
+    live: Encoding = Lossless()
+
+    @property
+    def mlx_dtype(self) -> mx.Dtype:
+        dtype: mx.Dtype = getattr(mx, self.dtype)
+        return dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +98,7 @@ class Affine:
         }
         return plain if self.rotation is None else {**plain, "hadamard_seed": self.rotation.seed}
 
-    def arrays(self, shape: PartShape) -> tuple[record.ArraySpec, ...]:
+    def arrays(self, shape: "PartShape") -> tuple[record.ArraySpec, ...]:
         words, groups = shape.width * self.bits // 32, shape.width // self.group_size
         return (
             record.ArraySpec("codes", "uint32", shape.heads, words),
@@ -106,3 +124,8 @@ class Affine:
             rows = grouped.astype(scales.dtype) * scales[..., None] + biases[..., None]
             return rows.flatten(-2)
         return mx.dequantize(codes, scales, biases, group_size=self.group_size, bits=self.bits)
+
+
+def convert(arrays: Sequence[mx.array], held: Encoding, wanted: Encoding) -> tuple[mx.array, ...]:
+    """Rows of one encoding in another one, lazy. Never decodes what is wanted as it is."""
+    return tuple(arrays) if held == wanted else wanted.encode(held.decode(arrays))

@@ -7,31 +7,19 @@ state (rotating windows, recurrent layers) will be attached to a position instea
 entry in `KINDS` beside this one; a class that has no entry is never cached.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import mlx.core as mx
-from mlx_lm.models.cache import BatchKVCache, KVCache
+from mlx_lm.models.cache import KVCache
+
+from engine.kv.encoding import PartShape
+from engine.kv.history import FULL, History, JoiningKVCache, Precision, QuantizedKVCache, Rows
 
 
 class NotCacheable(Exception):
     """Why a model runs without the store: a sentence for the start line."""
-
-
-@dataclass(frozen=True, slots=True)
-class PartShape:
-    """What one layer keeps of each token under one name; dtype as records spell it."""
-
-    name: str
-    heads: int
-    width: int
-    dtype: str
-
-    @property
-    def mlx_dtype(self) -> mx.Dtype:
-        dtype: mx.Dtype = getattr(mx, self.dtype)
-        return dtype
 
 
 class RowKind(Protocol):
@@ -43,23 +31,17 @@ class RowKind(Protocol):
     def shapes(self, cache: Any) -> tuple[PartShape, ...]:
         """Geometry of a cache that holds rows. NotCacheable when they cannot be stored."""
 
-    def restore(self, parts: Mapping[str, mx.array], rows: int) -> Any:
-        """A cache of exactly these rows, without a copy."""
+    def fresh(self, precision: Precision) -> Any:
+        """An empty cache of one request."""
 
+    def rows(self, cache: Any, index: int, first: int, end: int) -> Rows:
+        """Rows [first, end) of one request in the live cache of a layer, as it holds them: for each
+        part its arrays, (1, heads, end - first, ...). Lazy slices of live arrays."""
 
-class AttachedKVCache(KVCache):
-    """Rows that were just attached: alone in a batch they become its rows without a copy."""
-
-    @classmethod
-    def merge(cls, caches: list[Any]) -> Any:
-        batch: Any = BatchKVCache
-        if len(caches) > 1:
-            return batch.merge(caches)
-        (alone,) = caches
-        merged = batch([0])
-        offset = mx.array([alone.offset])
-        merged.state = (alone.keys, alone.values, offset, merged.left_padding, alone.offset)
-        return merged
+    def restore(
+        self, shapes: Sequence[PartShape], parts: Mapping[str, tuple[mx.array, ...]], rows: int
+    ) -> Any:
+        """A cache of one request with exactly these rows, without a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +55,24 @@ class PlainKV:
             raise NotCacheable("a layer did not use its cache in a forward pass")
         return (_shape("keys", cache.keys), _shape("values", cache.values))
 
-    def restore(self, parts: Mapping[str, mx.array], rows: int) -> Any:
-        cache: Any = AttachedKVCache()  # type: ignore[no-untyped-call]
-        cache.state = (parts["keys"], parts["values"], rows)
-        return cache
+    def fresh(self, precision: Precision) -> Any:
+        return _one(precision).of(precision)
+
+    def rows(self, cache: Any, index: int, first: int, end: int) -> Rows:
+        if isinstance(cache, History):
+            return cache.rows(index, first, end)
+        return (cache.keys[:, :, first:end],), (cache.values[:, :, first:end],)
+
+    def restore(
+        self, shapes: Sequence[PartShape], parts: Mapping[str, tuple[mx.array, ...]], rows: int
+    ) -> Any:
+        keys, values = shapes
+        precision = Precision(keys.live, values.live)
+        return _one(precision).of(precision, [*parts["keys"], *parts["values"]], rows)
+
+
+def _one(precision: Precision) -> type[JoiningKVCache] | type[QuantizedKVCache]:
+    return JoiningKVCache if precision == FULL else QuantizedKVCache
 
 
 # By exact class: a subclass may rotate, quantize or share its rows.

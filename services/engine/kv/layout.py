@@ -8,7 +8,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from engine.kv.kinds import KINDS, NotCacheable, PartShape
+from engine.kv.encoding import PartShape
+from engine.kv.kinds import KINDS, NotCacheable
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,9 @@ class CacheLayout:
                     "kind": group.kind,
                     "first_layer": group.first_layer,
                     "layers": group.layers,
-                    "parts": [[p.name, p.heads, p.width, p.dtype] for p in group.parts],
+                    "parts": [
+                        [p.name, p.heads, p.width, p.dtype, p.live.header] for p in group.parts
+                    ],
                 }
                 for group in self.groups
             ]

@@ -30,9 +30,12 @@ class Rotation:
         ) and (1 < width <= _WIDTH_MAX)
 
     def apply(self, rows: mx.array) -> mx.array:
-        """Rotate the last axis; keeps the dtype, computes in float32. Lazy."""
-        matrix = _matrix(rows.shape[-1], self.seed)
-        return (rows.astype(mx.float32) @ matrix).astype(rows.dtype)
+        """Rotate the last axis; keeps the dtype, computes in float32. Lazy.
+
+        Each row by itself, to the last bit: what follows is a quantizer, which makes much of it.
+        """
+        signs = _signs(rows.shape[-1], self.seed)
+        return mx.hadamard_transform(rows.astype(mx.float32) * signs).astype(rows.dtype)
 
     def undo(self, rows: mx.array) -> mx.array:
         """What `apply` was given, but for rounding."""
@@ -41,13 +44,18 @@ class Rotation:
 
 
 @functools.cache
-def _matrix(width: int, seed: int) -> mx.array:
+def _signs(width: int, seed: int) -> mx.array:
     # Not from a library's generator, whose stream may change between versions: records outlive
     # them.
     drawn = hashlib.shake_256(b"%d %d" % (width, seed)).digest(width)
     signs = mx.array([1.0 if byte & 1 else -1.0 for byte in drawn])
-    # A matrix, not the fast transform: some of MLX's backends lack that, and for sizes that are
-    # no power of two it has no inverse.
-    matrix = signs[:, None] * mx.hadamard_transform(mx.eye(width, stream=mx.cpu), stream=mx.cpu)
+    mx.eval(signs)
+    return signs
+
+
+@functools.cache
+def _matrix(width: int, seed: int) -> mx.array:
+    # The inverse is no transform that MLX has, where the width is no power of two.
+    matrix = Rotation(seed).apply(mx.eye(width))
     mx.eval(matrix)
     return matrix
