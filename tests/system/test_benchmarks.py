@@ -76,6 +76,14 @@ def test_attach_and_store_are_measured_beside_memcpy(tmp_path: Path) -> None:
     assert all(row["memcpy_seconds"] > 0 for row in rows)
 
 
+def test_attention_over_packed_rows_is_measured_and_right(tmp_path: Path) -> None:
+    rows = rows_of("packed_attention", tmp_path / "found.json")
+    strategies = {"full precision", "packed-matmul", "dequantize"}
+    assert {row["strategy"] for row in rows} == strategies
+    assert {row["layer"]["queries"] for row in rows} == {1, 5}
+    assert all(row["error"] < 1e-5 and row["seconds"] > 0 for row in rows)
+
+
 @pytest.mark.parametrize("name", ["prefill_step", "warm"])
 def test_the_benchmark_runs(name: str, model: Path, tmp_path: Path) -> None:
     assert rows_of(name, tmp_path / "found.json", "--model", str(model))
