@@ -15,6 +15,9 @@ import mlx.core as mx
 _BASES: Final = (1, 12, 20, 28)
 _WIDTH_MAX: Final = 8192
 
+# Of every rotation of rows that are stored; records name theirs.
+SEED: Final = 1
+
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
