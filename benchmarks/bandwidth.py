@@ -250,7 +250,7 @@ class Bench:
             for first in range(0, rows, PIECE_ROWS):
                 with run.keeping_mlx("pack"):
                     piece = sliced(live, first, min(first + PIECE_ROWS, rows))
-                    pieces.append(self.prefix.pack(rows, piece, first))
+                    pieces += self.prefix.pack(rows, piece, first)
             with run.phase("write"):
                 self.prefix.write(tokens, pieces, None, report=0)
                 self._receive()

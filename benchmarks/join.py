@@ -31,6 +31,7 @@ from engine.batch import Batch, BatchMode, BatchShape  # noqa: E402
 from engine.config import PrefillStep  # noqa: E402
 from engine.kv.history import FULL, JoiningKVCache  # noqa: E402
 from engine.kv.layout import probe  # noqa: E402
+from engine.kv.live import LiveCaches  # noqa: E402
 from engine.model import ModelSpec, load  # noqa: E402
 
 STEP = 256
@@ -64,7 +65,7 @@ class Ours:
 
     def __init__(self, model: Any, rows_max: int) -> None:
         shape = BatchShape(BatchMode.BATCHED, rows_max, PrefillStep(STEP, STEP))
-        self._batch = Batch(model, shape)
+        self._batch = Batch(LiveCaches(model), shape)
 
     def insert(self, tokens: list[int], parts: Parts) -> int:
         cached = parts[0][0].shape[2]
@@ -144,7 +145,7 @@ class Histories:
 
     @classmethod
     def of(cls, model: Any) -> "Histories":
-        (group,) = probe(model).groups
+        (group,) = probe(LiveCaches(model)).groups
         keys = group.parts[0]
         return cls(group.layers, keys.heads, keys.width, keys.mlx_dtype)
 

@@ -19,6 +19,7 @@ import numpy as np  # noqa: E402
 
 from engine.batch import Batch, BatchMode, BatchShape  # noqa: E402
 from engine.config import PrefillStep  # noqa: E402
+from engine.kv.live import LiveCaches  # noqa: E402
 from engine.model import ModelSpec, load  # noqa: E402
 
 STEPS = (32, 64, 128, 256, 512, 1024, 2048)
@@ -53,7 +54,7 @@ def until_first_token(batch: Batch, uid: int) -> tuple[float, float]:
 
 def measure(model: Any, vocabulary: int, step: int, tokens: int, rows: int) -> Measured:
     shape = BatchShape(BatchMode.BATCHED, rows + 1, PrefillStep(step, step))
-    batch = Batch(model, shape)
+    batch = Batch(LiveCaches(model), shape)
     long = prompt(1, tokens, vocabulary)
     uid = batch.insert(long, None, 0, None)
     alone, _ = until_first_token(batch, uid)

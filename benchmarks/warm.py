@@ -66,7 +66,7 @@ def keep(engine: InProcess, prefix: Sequence[int]) -> list[Any]:
     """mlx-lm's prompt cache of a prefix, on the engine's own thread and weights."""
 
     def run(core: Core) -> list[Any]:
-        kept = make_prompt_cache(core.model)
+        kept = make_prompt_cache(core.caches.model)
         list(_steps(core, prefix, kept, max_tokens=0))
         return kept
 
@@ -93,7 +93,7 @@ def _steps(core: Core, tokens: Sequence[int], cache: list[Any], max_tokens: int)
     return iter(
         generate_step(
             mx.array(list(tokens)),
-            core.model,
+            core.caches.model,
             max_tokens=max_tokens,
             prompt_cache=cache,
             prefill_step_size=core.shape.step.idle,

@@ -12,8 +12,8 @@ from typing import NoReturn
 
 from cachestore import endpoint
 from engine import config, signals
-from engine.config import ConfigError, Listen, parse_listen
-from engine.flags import bias, utf8, whole
+from engine.config import Listen, parse_listen
+from engine.flags import ConfigError, bias, utf8, whole
 from engine.remote import EngineAway, EngineProcess, connect, model_of
 from engine.v1 import engine_pb2 as pb
 from engine.v1 import engine_pb2_grpc

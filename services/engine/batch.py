@@ -107,13 +107,12 @@ class Batch:
                    remove at any time; unknown uids are ignored
     """
 
-    def __init__(self, model: Any, shape: BatchShape, caches: LiveCaches | None = None) -> None:
-        """`caches`: those of a request; by default in full precision."""
-        self._caches = caches or LiveCaches(model)
+    def __init__(self, caches: LiveCaches, shape: BatchShape) -> None:
+        self._caches = caches
         self._shape = shape
         rows_max = shape.rows_max
         self._generator: Any = BatchGenerator(
-            model,
+            caches.model,
             max_tokens=_NEVER,
             # One above ours: at its own limit the generator would stall half-done prompts.
             completion_batch_size=rows_max + 1,

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import grpc
 
 from cachestore import endpoint
-from engine.config import ConfigError, Listen
+from engine.config import Listen
+from engine.flags import ConfigError
 
 FLAG = "--listen"
 

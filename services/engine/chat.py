@@ -9,7 +9,7 @@ import grpc
 from rich.console import Console
 
 from engine.ask import Reply, add_sampling_flags, answering, request_of
-from engine.config import ConfigError
+from engine.flags import ConfigError
 from engine.remote import EngineAway
 from engine.v1 import engine_pb2 as pb
 from engine.v1 import engine_pb2_grpc

@@ -8,7 +8,7 @@ import sys
 from cachestore import endpoint
 from cachestore.flags import Parser
 from engine import __version__, chat, config, generate, serve
-from engine.config import ConfigError
+from engine.flags import ConfigError
 
 EXIT_USAGE = 2
 

@@ -2,10 +2,12 @@
 
 import contextlib
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cachestore import endpoint
+from engine.flags import ConfigError
+from engine.kvconfig import KvConfig
 
 MESSAGE_BYTES_MAX = 16 << 20
 STOP_STRINGS_MAX = 16
@@ -29,7 +31,8 @@ MODEL_DEFAULT = "smollm2"
 MAX_BATCH_DEFAULT = 16
 # Without an engine, of a cachestore that an engine started.
 IDLE_EXIT_SECONDS_DEFAULT = 1800
-CACHE_CODECS = ("none", "q8", "q4")
+TURBO_CODECS = ("turbo1", "turbo2", "turbo3", "turbo4")
+CACHE_CODECS = ("none", "q8", "q4", "k8v4", *TURBO_CODECS)
 CACHE_CODEC_DEFAULT = "q8"
 # Shorter sequences are stored without loss.
 MIN_QUANTIZE_TOKENS_DEFAULT = 256
@@ -58,10 +61,6 @@ PREFILL_STEPS = {
     "metal": PrefillStep(idle=2048, busy=512),
     "cuda": PrefillStep(idle=2048, busy=512),
 }
-
-
-class ConfigError(ValueError):
-    """A flag has a value that cannot be used; the message names it and says what to use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +124,19 @@ class EngineConfig:
     idle_exit_seconds: int | None = None
     cache_codec: str | None = None
     cache_min_quantize_tokens: int | None = None
+    kv_rotate: bool = False
+    turbo_keep_first: int | None = None
     max_batch: int | None = None
     prefill_step: int | None = None
     wired_limit_bytes: int = 0
+    kv: KvConfig = field(default_factory=KvConfig)
 
     def __post_init__(self) -> None:
         if self.cachestore not in ("auto", "off") and not self.cachestore.startswith("unix:"):
             raise ConfigError(
                 f"--cachestore: {self.cachestore!r} is none of auto, off and unix:PATH"
             )
+        self.kv.check_batch(self.max_batch)
         if self.codec not in CACHE_CODECS:
             raise ConfigError(
                 f"--cache-codec {self.codec!r}: no such codec; use one of {', '.join(CACHE_CODECS)}"
@@ -146,15 +149,38 @@ class EngineConfig:
             )
         if self.cachestore == "off":
             self.refuse_cache_flags("nothing is cached with --cachestore off")
+        if self.kv.bits is not None:
+            self.refuse_cache_flags("with --kv-bits the store keeps the bytes of the live cache")
+        else:
+            self._check_codec()
+
+    def _check_codec(self) -> None:
+        """Of the store, when live caches are in full precision."""
+        rotate = ("--kv-rotate", self.kv_rotate or None)
         if self.codec == "none":
             self._refuse(
                 "--cache-codec none stores everything without loss",
                 ("--cache-min-quantize-tokens", self.cache_min_quantize_tokens),
+                rotate,
+            )
+        if self.codec in TURBO_CODECS:
+            self._refuse(f"--cache-codec {self.codec} rotates already", rotate)
+        else:
+            self._refuse(
+                f"only --cache-codec {TURBO_CODECS[0]} to {TURBO_CODECS[-1]} can keep tokens",
+                ("--turbo-keep-first", self.turbo_keep_first),
             )
 
     @property
     def codec(self) -> str:
-        return CACHE_CODEC_DEFAULT if self.cache_codec is None else self.cache_codec
+        """Of the store, which keeps rows of quantized live caches as they are."""
+        default = CACHE_CODEC_DEFAULT if self.kv.bits is None else "none"
+        return default if self.cache_codec is None else self.cache_codec
+
+    @property
+    def codec_rotates(self) -> bool:
+        """Whether it is the store that rotates rows."""
+        return self.kv_rotate and self.kv.bits is None
 
     @property
     def min_quantize_tokens(self) -> int:
@@ -167,6 +193,9 @@ class EngineConfig:
             reason,
             ("--cache-codec", self.cache_codec),
             ("--cache-min-quantize-tokens", self.cache_min_quantize_tokens),
+            ("--turbo-keep-first", self.turbo_keep_first),
+            # With quantized live caches it is they that are rotated.
+            ("--kv-rotate", self.codec_rotates or None),
         )
 
     def _refuse(self, reason: str, *flags: tuple[str, object]) -> None:

@@ -20,6 +20,7 @@ import mlx.core as mx
 
 from cachestore.client import MatchKind
 from engine.batch import Batch, BatchShape, StepResult, Token
+from engine.kv.live import LiveCaches
 from engine.logprobs import LogprobReader
 from engine.output import Output
 from engine.penalties import penalizer_for
@@ -57,7 +58,7 @@ class BatchBroken(RuntimeError):
 class Core:
     """Owns the batch, the queue and all rows. Every method runs on the worker thread."""
 
-    model: Any
+    caches: LiveCaches
     shape: BatchShape
     scheduler: Scheduler
     prefix: Prefix
@@ -68,7 +69,7 @@ class Core:
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
-        self._batch = Batch(self.model, self.shape)
+        self._batch = Batch(self.caches, self.shape)
         self._rows: dict[int, Row] = {}
         self._by_uid: dict[int, Row] = {}
         self._left: list[int] = []
@@ -389,7 +390,7 @@ class Core:
             raise BatchBroken(message) from error
         # The traceback's frames hold the old caches.
         error.__traceback__ = None
-        self._batch = Batch(self.model, self.shape)
+        self._batch = Batch(self.caches, self.shape)
         mx.clear_cache()
 
 

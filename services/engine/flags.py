@@ -4,6 +4,10 @@ import argparse
 from collections.abc import Callable
 
 
+class ConfigError(ValueError):
+    """A flag has a value that cannot be used; the message names it and says what to use."""
+
+
 def whole(least: int, most: int = 2**32 - 1) -> Callable[[str], int]:
     """Reads a number of this range; the requests that carry most of them have no larger one."""
 

@@ -7,8 +7,7 @@ import sys
 import grpc
 
 from engine.ask import Answer, Reply, add_sampling_flags, answering, request_of
-from engine.config import ConfigError
-from engine.flags import utf8, whole
+from engine.flags import ConfigError, utf8, whole
 from engine.remote import EngineAway
 from engine.v1 import engine_pb2 as pb
 

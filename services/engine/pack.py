@@ -4,6 +4,7 @@
 helper thread, without the GIL and without an MLX operation.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,11 @@ class PackedRows:
     rows: int
     codec: CodecPlan
     arrays: tuple[npt.NDArray[Any], ...]
+
+    @property
+    def end(self) -> int:
+        """The token after the last."""
+        return self.first_token + self.rows
 
     @property
     def nbytes(self) -> int:
@@ -61,6 +67,11 @@ def pack(codec: CodecPlan, layers: Sequence[Rows], first_token: int) -> PackedRo
     return PackedRows(first_token, rows, codec, tuple(views))
 
 
+def runs(packed: Sequence[PackedRows]) -> list[list[PackedRows]]:
+    """Rows that follow each other, in pieces of one codec."""
+    return [list(run) for _, run in itertools.groupby(packed, key=lambda part: part.codec)]
+
+
 def write(
     packed: Sequence[PackedRows], first_token: int, rows: int, path: bytes, extent: memoryview
 ) -> int:
@@ -72,7 +83,7 @@ def write(
     """
     end = first_token + rows
     assert packed[0].first_token <= first_token
-    assert end <= packed[-1].first_token + packed[-1].rows
+    assert end <= packed[-1].end
     layout = record.plan(packed[0].codec.schema, rows)
     if layout.record_bytes > len(extent):
         raise record.RecordError(f"an extent of {len(extent)} bytes for {layout.record_bytes}")
@@ -80,7 +91,7 @@ def write(
     targets = layout.views(extent)
     for part in packed:
         begin = max(first_token, part.first_token)
-        stop = min(end, part.first_token + part.rows)
+        stop = min(end, part.end)
         if begin >= stop:
             continue
         to = slice(begin - first_token, stop - first_token)

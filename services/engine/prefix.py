@@ -23,7 +23,7 @@ from cachestore.record import RecordError, paths
 from engine import attach, config, pack
 from engine.attach import Attachment, Block
 from engine.kv.codec import CodecPolicy
-from engine.kv.history import Rows
+from engine.kv.history import Rows, sliced
 from engine.link import StoreLink
 from engine.pack import PackedRows
 
@@ -241,17 +241,23 @@ class Prefix:
     # --- writing ---------------------------------------------------------------------------
 
     def is_settled(self, path_tokens: int) -> bool:
-        """Whether all longer paths are stored in the same codec as one of this length."""
+        """Whether all longer paths are stored in the same codecs as one of this length."""
         assert self._policy is not None
-        return self._policy.codec_for(path_tokens) is self._policy.codec
+        return self._policy.is_settled(path_tokens)
 
-    def pack(self, path_tokens: int, rows: Sequence[Rows], first: int) -> PackedRows:
-        """Encode rows [first, ...) of a path of this length, on the worker thread.
+    def pack(self, path_tokens: int, rows: Sequence[Rows], first: int) -> list[PackedRows]:
+        """Encode rows [first, ...) of a path of this length, on the worker thread; one for each
+        codec that they are stored with, in order.
 
         They are encoded before this returns, and no reference to `rows` is kept.
         """
         assert self._policy is not None
-        return pack.pack(self._policy.codec_for(path_tokens), rows, first)
+        end = first + rows[0][0][0].shape[2]
+        packed = []
+        for codec, run in self._policy.runs(path_tokens, range(first, end)):
+            cut = slice(run.start - first, run.stop - first)
+            packed.append(pack.pack(codec, [sliced(layer, cut) for layer in rows], run.start))
+        return packed
 
     def write(
         self,
@@ -289,24 +295,27 @@ class Prefix:
             self._post(lambda core: core.stored(request_id, held))
 
     def _store(self, write: "_Write") -> None:
+        """One codec after the other: records have one, and a reservation the sizes of one."""
         assert self._link is not None
         with self._link.borrow() as client:
-            held = 0
-            while (end := self._store_some(client, write)) < len(write.tokens):
-                if end <= held:
-                    raise StoreUnavailable("rows leave before the rest of their sequence follows")
-                held = end
+            for run in pack.runs(write.packed):
+                tokens = _packed(write.tokens[: run[-1].end])
+                held = 0
+                while (end := self._store_some(client, tokens, run)) < run[-1].end:
+                    if end <= held:
+                        raise StoreUnavailable("rows leave before the rest of their path follows")
+                    held = end
 
-    def _store_some(self, client: Client, write: "_Write") -> int:
-        """Write as much as one reservation takes; returns how many rows are held then."""
-        codec = write.packed[0].codec
-        tokens = _packed(write.tokens)
+    def _store_some(self, client: Client, tokens: bytes, packed: Sequence[PackedRows]) -> int:
+        """Write as much as one reservation takes of rows that end a sequence; returns how many
+        rows are held then."""
+        codec = packed[0].codec
         # Rows before the first came from the store or are on their way to it: when it lacks
         # them, this is refused. They are never encoded a second time.
         reservation = client.reserve(
             self._namespace,
             tokens,
-            write.packed[0].first_token,
+            packed[0].first_token,
             codec.record_overhead_bytes,
             codec.row_bytes,
             self._label,
@@ -315,7 +324,7 @@ class Prefix:
             pieces = reservation.pieces
             rows = [range(piece.first_token, piece.first_token + piece.rows) for piece in pieces]
             written = [
-                pack.write(write.packed, piece.first_token, piece.rows, path, client.extent(piece))
+                pack.write(packed, piece.first_token, piece.rows, path, client.extent(piece))
                 for piece, path in zip(pieces, paths(self._namespace, tokens, rows), strict=True)
             ]
         except BaseException:

@@ -50,7 +50,8 @@ class Row:
     cached: int = 0
     packed_to: int = 0
     packed: list[PackedRows] = field(default_factory=list)
-    # Length of the path that they are packed for: all of one write have one codec.
+    # Length of the path that they are packed for, the same for all of one write: their codecs
+    # follow from it.
     path_rows: int = 0
     # Rows that a leaving row has to store; later ones in the batch mean nothing.
     rows_final: int | None = None

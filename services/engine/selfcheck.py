@@ -16,6 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from engine.batch import Batch, BatchMode, BatchShape
 from engine.config import PrefillStep
+from engine.kv.live import LiveCaches
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ def _distance(
 def _batched(
     model: Any, shape: BatchShape, prompts: list[tuple[int, ...]]
 ) -> list[list[tuple[int, np.ndarray[Any, Any]]]]:
-    batch = Batch(model, shape)
+    batch = Batch(LiveCaches(model), shape)
     try:
         uids = [batch.insert(prompt, None, 0, None) for prompt in prompts]
         replies: dict[int, list[tuple[int, np.ndarray[Any, Any]]]] = {uid: [] for uid in uids}

@@ -18,13 +18,17 @@ from cachestore import client as cachestore_client
 from cachestore import endpoint, record
 from cachestore.client import StoreRefused, StoreUnavailable
 from engine import backend, binding, config, identity, model, selfcheck, signals
+from engine.backend import Backend
 from engine.batch import BatchMode, BatchShape, Token
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.core import Core
+from engine.flags import ConfigError
 from engine.folders import cache_folder
+from engine.kv import attention, attention_check, live, routing
 from engine.kv.codec import CodecPolicy
 from engine.kv.kinds import NotCacheable
 from engine.kv.layout import probe
+from engine.kv.live import LiveCaches
 from engine.link import StoreLink
 from engine.model import LoadedModel, ModelSpec
 from engine.prefix import Prefix
@@ -86,7 +90,8 @@ class Engine:
         mode = selfcheck.choose_mode(loaded.model, loaded.vocabulary_tokens)
         rows_max = self._rows_max(mode)
         steps = self.settings.steps(device.name)
-        self.prefix = self._make_prefix(loaded)
+        caches = self._live_caches(loaded, device)
+        self.prefix = self._make_prefix(loaded, caches)
         self.served = ServedModel(
             name=loaded.name,
             architecture=loaded.architecture,
@@ -110,7 +115,7 @@ class Engine:
             time.monotonic() - began,
         )
         return Core(
-            model=loaded.model,
+            caches=caches,
             shape=BatchShape(mode, rows_max, steps, self.settings.wired_limit_bytes),
             scheduler=Scheduler(rows_max, mode is BatchMode.BATCHED, steps.idle),
             prefix=self.prefix,
@@ -129,9 +134,20 @@ class Engine:
             )
         return 1
 
-    def _make_prefix(self, loaded: LoadedModel) -> Prefix:
+    def _live_caches(self, loaded: LoadedModel, device: Backend) -> LiveCaches:
+        """Raises AttentionCheckFailed when attention over packed rows is wrong on this device."""
+        strategy = attention.DEFAULTS[device.name]
+        routing.install(strategy)
+        caches = live.choose(loaded.model, self.settings.kv, self.settings.kv_rotate)
+        for geometry in live.geometries(caches):
+            attention_check.check(strategy, geometry)
+        for note in caches.notes() if self.settings.kv.changes else ():
+            log.info("live caches: %s", note)
+        return caches
+
+    def _make_prefix(self, loaded: LoadedModel, caches: LiveCaches) -> Prefix:
         try:
-            layout = probe(loaded.model)
+            layout = probe(caches)
         except NotCacheable as error:
             self.settings.refuse_cache_flags(f"this model is not cached ({error})")
             log.warning("not cached: %s", error)
@@ -141,6 +157,8 @@ class Engine:
             self.settings.codec,
             min_quantize_tokens=self.settings.min_quantize_tokens,
             explicit=self.settings.cache_codec is not None,
+            rotate=self.settings.codec_rotates,
+            keep_first=self.settings.turbo_keep_first or 0,
         )
         if self.link is None:
             return Prefix(self.worker.post, not_cached_reason="--cachestore off")

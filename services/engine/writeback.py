@@ -65,7 +65,7 @@ class Writeback:
             row.path_rows = _path_rows(row, batch.held(row.uid), end)
         try:
             rows = batch.rows(row.uid, first, end)
-            row.packed.append(self._prefix.pack(row.path_rows, rows, first))
+            row.packed += self._prefix.pack(row.path_rows, rows, first)
         except Exception:
             log.exception("rows could not be packed; they are not stored")
             self._prefix.give_up(row.found)

@@ -16,6 +16,7 @@ from engine.attach import Source
 from engine.kv.codec import CodecPlan, CodecPolicy
 from engine.kv.encoding import Affine
 from engine.kv.layout import CacheLayout, probe
+from engine.kv.live import LiveCaches
 from tests.support.caches import (
     Layer,
     complete,
@@ -279,7 +280,7 @@ def test_a_hit_equals_a_miss(
     """At every offset: the rest behind attached rows gives the logits that it gives behind the
     same rows in mlx-lm's own cache, and, without a codec, those of prefilling everything."""
     model = tiny_llama(heads=heads, kv_heads=kv_heads, layers=3)
-    policy = CodecPolicy.of(probe(model), name, min_quantize_tokens=0)
+    policy = CodecPolicy.of(probe(LiveCaches(model)), name, min_quantize_tokens=0)
     tokens = mx.random.randint(0, 250, (1, 3 * RECORD_ROWS + 2), key=mx.random.key(7))
     length = tokens.shape[1]
     cold = make_prompt_cache(model)

@@ -23,7 +23,7 @@ def prompt(seed: int, length: int) -> tuple[int, ...]:
 
 
 def make_batch(model: Any, mode: BatchMode = BatchMode.BATCHED, rows_max: int = 4) -> Batch:
-    return Batch(model, BatchShape(mode, rows_max, STEP))
+    return Batch(LiveCaches(model), BatchShape(mode, rows_max, STEP))
 
 
 class Rows:

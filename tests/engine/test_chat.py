@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from engine.chat import Conversation, add_flags, turns
-from engine.config import ConfigError
+from engine.flags import ConfigError
 from engine.v1 import engine_pb2 as pb
 
 

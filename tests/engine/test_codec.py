@@ -1,10 +1,14 @@
+import json
+
 import mlx.core as mx
 import pytest
 
 from cachestore.record import ArraySpec, RecordError
 from engine.config import EngineConfig, Listen
-from engine.kv.codec import CodecError, CodecPolicy, plan_codec
+from engine.kv.codec import CODECS, CodecError, CodecPolicy, plan_codec
 from engine.kv.encoding import Affine, Lossless, PartShape
+from engine.kv.rotation import SEED, Rotation
+from engine.kv.turboquant import TURBO_BITS, TurboQuant
 from tests.support.caches import layout, random_layers
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -52,23 +56,90 @@ def test_an_unknown_codec_is_an_error() -> None:
         plan_codec("q9", layout((1, 64, 64)))
 
 
+def runs(policy: CodecPolicy, path_tokens: int, rows: range) -> list[tuple[str, range]]:
+    return [(codec.name, run) for codec, run in policy.runs(path_tokens, rows)]
+
+
 def test_the_length_of_the_path_chooses() -> None:
+    rows = range(200, 210)
     policy = CodecPolicy.of(layout((1, 64, 64)), "q8")
-    assert policy.codec_for(255).name == "none"
-    assert policy.codec_for(256).name == "q8"
-    assert CodecPolicy.of(layout((1, 64, 64)), "none").codec_for(5000).name == "none"
+    assert runs(policy, 255, rows) == [("none", rows)]
+    assert runs(policy, 256, rows) == [("q8", rows)]
+    assert not policy.is_settled(255)
+    assert policy.is_settled(256)
+    assert runs(CodecPolicy.of(layout((1, 64, 64)), "none"), 5000, rows) == [("none", rows)]
     eager = CodecPolicy.of(layout((1, 64, 64)), "q8", min_quantize_tokens=0)
-    assert eager.codec_for(1).name == "q8"
+    assert runs(eager, 210, rows) == [("q8", rows)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (range(0, 100), [("none", range(0, 100))]),
+        (range(0, 300), [("none", range(0, 300))]),
+        (range(250, 600), [("none", range(250, 300)), ("turbo3", range(300, 600))]),
+        (range(300, 301), [("turbo3", range(300, 301))]),
+        (range(512, 600), [("turbo3", range(512, 600))]),
+    ],
+)
+def test_the_first_rows_are_kept(rows: range, expected: list[tuple[str, range]]) -> None:
+    policy = CodecPolicy.of(layout((1, 64, 64)), "turbo3", keep_first=300)
+    assert runs(policy, 600, rows) == expected
+    assert runs(policy, 255, range(0, 255)) == [("none", range(0, 255))]
+
+
+def test_only_turboquant_keeps_rows() -> None:
+    with pytest.raises(CodecError, match=r"--turbo-keep-first: q8 .* --cache-codec turbo1"):
+        CodecPolicy.of(layout((1, 64, 64)), "q8", keep_first=4)
+
+
+def test_keys_and_values_may_have_bits_of_their_own() -> None:
+    plan = plan_codec("k8v4", layout((1, 64, 32)))
+    assert [part.encoding for part in plan.parts] == [Affine(8, 64), Affine(4, 32)]
+
+
+def test_turboquant_fits_what_can_be_rotated() -> None:
+    plan = plan_codec("turbo2", layout((3, 80, 72), dtype="bfloat16"), explicit=True)
+    assert [part.encoding for part in plan.parts] == [TurboQuant(2, "bfloat16"), Lossless()]
+    assert plan.notes() == [
+        "values of layers 0 to 2 are stored lossless: their width 72 has no Hadamard transform"
+    ]
+    with pytest.raises(CodecError, match=r"turbo2: fits no layer .* use --cache-codec none"):
+        plan_codec("turbo2", layout((2, 72, 72)), explicit=True)
+
+
+def test_affine_parts_are_rotated() -> None:
+    plan = plan_codec("q4", layout((1, 96, 72)), rotate=True)
+    assert [part.encoding for part in plan.parts] == [Affine(4, 32, Rotation(SEED)), Lossless()]
+    plain = plan_codec("q4", layout((1, 96, 72)))
+    assert plan.row_bytes == plain.row_bytes
+    assert plan.schema != plain.schema
+
+
+@pytest.mark.parametrize(
+    ("codec", "width", "said"),
+    [
+        ("none", 64, "--kv-rotate: --cache-codec none leaves nothing"),
+        ("turbo3", 64, "--kv-rotate: --cache-codec turbo3 leaves nothing"),
+        ("q8", 72, "--kv-rotate: --cache-codec q8 leaves nothing"),
+        ("k8v4", 288, "--kv-rotate: keys of layers 0 to 1 .* width 288 has no Hadamard transform"),
+    ],
+)
+def test_what_cannot_be_rotated_is_an_error(codec: str, width: int, said: str) -> None:
+    with pytest.raises(CodecError, match=f"{said}.* leave it out"):
+        CodecPolicy.of(layout((2, width, width)), codec, rotate=True)
 
 
 def test_the_description_tells_policies_apart() -> None:
     geometry = layout((1, 64, 64))
     policies = (
-        CodecPolicy.of(geometry, "q8"),
-        CodecPolicy.of(geometry, "none"),
+        *(CodecPolicy.of(geometry, name) for name in CODECS),
         CodecPolicy.of(geometry, "q8", min_quantize_tokens=1),
+        CodecPolicy.of(geometry, "q8", rotate=True),
+        CodecPolicy.of(geometry, "turbo3", keep_first=1),
+        CodecPolicy.of(geometry, "turbo3", keep_first=2),
     )
-    assert len({str(policy.describe()) for policy in policies}) == 3
+    assert len({json.dumps(policy.describe()) for policy in policies}) == len(policies)
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
@@ -77,9 +148,15 @@ def test_bytes_per_row_are_the_formula(dtype: str, size: int) -> None:
     assert plan_codec("none", geometry).row_bytes == 4 + 30 * 2 * 3 * 64 * size
     assert plan_codec("q8", geometry).row_bytes == 4 + 30 * 2 * 3 * (64 + 2 * size)
     assert plan_codec("q4", geometry).row_bytes == 4 + 30 * 2 * 3 * (32 + 2 * size)
+    assert plan_codec("k8v4", geometry).row_bytes == 4 + 30 * 3 * (64 + 32 + 4 * size)
+    for bits in TURBO_BITS:
+        turbo = plan_codec(f"turbo{bits}", geometry)
+        assert turbo.row_bytes == 4 + 30 * 2 * 3 * (64 * bits // 8 + 2)
 
 
-@pytest.mark.parametrize(("codec", "expected"), [("q8", 1.88), ("q4", 3.56)])
+@pytest.mark.parametrize(
+    ("codec", "expected"), [("q8", 1.88), ("q4", 3.56), ("k8v4", 2.46), ("turbo3", 5.12)]
+)
 def test_bytes_against_sixteen_bits(codec: str, expected: float) -> None:
     geometry = layout((32, 128, 128), heads=8, dtype="bfloat16")
     ratio = plan_codec("none", geometry).row_bytes / plan_codec(codec, geometry).row_bytes

@@ -8,6 +8,7 @@ from mlx_lm.models.cache import KVCache
 from engine.kv.encoding import PartShape
 from engine.kv.kinds import NotCacheable
 from engine.kv.layout import LayerGroup, probe
+from engine.kv.live import LiveCaches
 from tests.support.models import (
     gemma3_config,
     llama4_config,
@@ -45,7 +46,7 @@ class FakeModel:
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_a_llama_is_one_group(kv_heads: int, dtype: mx.Dtype) -> None:
-    layout = probe(tiny_llama(kv_heads=kv_heads, head_dim=32, layers=3, dtype=dtype))
+    layout = probe(LiveCaches(tiny_llama(kv_heads=kv_heads, head_dim=32, layers=3, dtype=dtype)))
     name = str(dtype).removeprefix("mlx.core.")
     parts = (PartShape("keys", kv_heads, 32, name), PartShape("values", kv_heads, 32, name))
     assert layout.groups == (LayerGroup("kv", 0, 3, parts),)
@@ -54,7 +55,7 @@ def test_a_llama_is_one_group(kv_heads: int, dtype: mx.Dtype) -> None:
 
 @pytest.mark.parametrize("config", [mistral_config(), qwen3_config()])
 def test_its_like_are_cacheable(config: dict[str, Any]) -> None:
-    assert probe(tiny_model(config)).layers == config["num_hidden_layers"]
+    assert probe(LiveCaches(tiny_model(config))).layers == config["num_hidden_layers"]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_its_like_are_cacheable(config: dict[str, Any]) -> None:
 )
 def test_other_kinds_are_named(config: dict[str, Any], kinds: str) -> None:
     with pytest.raises(NotCacheable, match=kinds):
-        probe(tiny_model(config))
+        probe(LiveCaches(tiny_model(config)))
 
 
 def test_a_subclass_is_another_kind() -> None:
@@ -77,12 +78,12 @@ def test_a_subclass_is_another_kind() -> None:
         pass
 
     with pytest.raises(NotCacheable, match="2 OwnCache"):
-        probe(FakeModel((1, 8, 8, mx.float32), (1, 8, 8, mx.float32), cache=OwnCache))
+        probe(LiveCaches(FakeModel((1, 8, 8, mx.float32), (1, 8, 8, mx.float32), cache=OwnCache)))
 
 
 def test_neighbours_of_one_shape_are_grouped() -> None:
     small, large = (1, 32, 32, mx.float32), (2, 64, 32, mx.float16)
-    layout = probe(FakeModel(small, small, large, small))
+    layout = probe(LiveCaches(FakeModel(small, small, large, small)))
     assert [(group.first_layer, group.layers) for group in layout.groups] == [
         (0, 2),
         (2, 1),
@@ -106,12 +107,12 @@ def test_what_cannot_be_stored_is_refused(
     layer: tuple[int, int, int, mx.Dtype] | None, reason: str
 ) -> None:
     with pytest.raises(NotCacheable, match=reason):
-        probe(FakeModel((1, 8, 8, mx.float32), layer))
+        probe(LiveCaches(FakeModel((1, 8, 8, mx.float32), layer)))
 
 
 def test_no_layers_is_not_cacheable() -> None:
     with pytest.raises(NotCacheable):
-        probe(FakeModel())
+        probe(LiveCaches(FakeModel()))
 
 
 def test_the_description_tells_geometries_apart() -> None:
@@ -123,5 +124,7 @@ def test_the_description_tells_geometries_apart() -> None:
         ((1, 8, 16, mx.float32),),
         ((1, 8, 8, mx.float32), (1, 8, 8, mx.float32)),
     ]
-    described = {json.dumps(probe(FakeModel(*layers)).describe()) for layers in geometries}
+    described = {
+        json.dumps(probe(LiveCaches(FakeModel(*layers))).describe()) for layers in geometries
+    }
     assert len(described) == len(geometries)

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.kv.attention import DEFAULTS, STRATEGIES, Mask, PackedHistory, Strategy, attend
-from engine.kv.encoding import AFFINE_BITS, AFFINE_GROUP_SIZES, Affine
+from engine.kv.encoding import Affine
 from engine.kv.rotation import Rotation
+from engine.kvconfig import AFFINE_BITS, AFFINE_GROUP_SIZES
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 

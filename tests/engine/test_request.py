@@ -5,7 +5,8 @@ import grpc
 import pytest
 
 from engine import config
-from engine.config import ConfigError, EngineConfig, PrefillStep, parse_listen
+from engine.config import EngineConfig, PrefillStep, parse_listen
+from engine.flags import ConfigError
 from engine.request import (
     InvalidRequest,
     ModelLimits,

@@ -11,6 +11,7 @@ from mlx_lm.sample_utils import make_sampler
 
 from engine.batch import Batch, BatchMode, BatchShape
 from engine.config import PrefillStep
+from engine.kv.live import LiveCaches
 from engine.request import Sampling
 from engine.sampling import Sampler, sampler_for
 from tests.support.models import tiny_llama
@@ -173,7 +174,7 @@ def reply(batch: Batch, uid: int, others: dict[int, list[int]] | None = None) ->
 
 
 def alone(model: Any, prompt: list[int], sampling: Sampling) -> list[int]:
-    batch = Batch(model, BatchShape(BatchMode.BATCHED, 4, STEP))
+    batch = Batch(LiveCaches(model), BatchShape(BatchMode.BATCHED, 4, STEP))
     return reply(batch, batch.insert(tuple(prompt), None, 0, sampler_for(sampling)))
 
 
@@ -188,7 +189,7 @@ SAMPLINGS = [
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_a_reply_is_the_same_alone_and_among_others(model: Any, sampling: Sampling) -> None:
     expected = alone(model, PROMPTS[0], sampling)
-    batch = Batch(model, BatchShape(BatchMode.BATCHED, 4, STEP))
+    batch = Batch(LiveCaches(model), BatchShape(BatchMode.BATCHED, 4, STEP))
     first = batch.insert(tuple(PROMPTS[1]), None, 0, sampler_for(Sampling(1.0, seed=9)))
     for _ in range(5):
         batch.step()
@@ -207,7 +208,7 @@ def test_top_k_of_one_is_greedy_at_any_temperature(model: Any) -> None:
 
 
 def test_rows_of_one_prompt_and_different_seeds_part(model: Any) -> None:
-    batch = Batch(model, BatchShape(BatchMode.BATCHED, 4, STEP))
+    batch = Batch(LiveCaches(model), BatchShape(BatchMode.BATCHED, 4, STEP))
     uids = [
         batch.insert(tuple(PROMPTS[0]), None, 0, sampler_for(Sampling(1.0, seed=seed)))
         for seed in (1, 1, 2)

@@ -9,7 +9,8 @@ import pytest
 
 from engine import backend, cli, config
 from engine.backend import Backend, BackendError
-from engine.config import ConfigError, EngineConfig, Listen, parse_listen
+from engine.config import EngineConfig, Listen, parse_listen
+from engine.flags import ConfigError
 from engine.kv.codec import CODECS
 from engine.server import Engine
 from tests.support.models import gpt_bigcode_config, mamba2_config, save_tiny_model
@@ -38,6 +39,12 @@ NOWHERE = "unix:/tmp/nobody-is-here.sock"
             "--cache-min-quantize-tokens",
             "leave it out",
         ),
+        ("--cachestore off --kv-rotate", "--kv-rotate", "leave it out"),
+        ("--cache-codec none --kv-rotate", "--kv-rotate", "leave it out"),
+        ("--cache-codec turbo3 --kv-rotate", "--kv-rotate", "rotates already; leave it out"),
+        ("--turbo-keep-first 4", "--turbo-keep-first", "--cache-codec turbo1 to turbo4"),
+        ("--cache-codec k8v4 --turbo-keep-first 0", "--turbo-keep-first", "turbo1 to turbo4"),
+        ("--cache-codec turbo3 --turbo-keep-first -1", "--turbo-keep-first", "between 0"),
         ("--idle-exit 0", "--idle-exit", "between 1"),
         ("--idle-exit soon", "--idle-exit", "whole number"),
         ("--max-batch 0", "--max-batch", "between 1"),

@@ -14,6 +14,7 @@ import pytest
 
 from engine.batch import BatchMode, BatchShape
 from engine.core import Core
+from engine.kv.live import LiveCaches
 from engine.prefix import Prefix
 from engine.request import Delta, Done, Event, Failed, Request
 from engine.scheduler import Scheduler
@@ -54,7 +55,7 @@ class Running:
 
     def _make_core(self) -> Core:
         core = Core(
-            model=tiny_llama(),
+            caches=LiveCaches(tiny_llama()),
             shape=BatchShape(BatchMode.BATCHED, 2, STEP),
             scheduler=Scheduler(2, True, STEP.idle),
             prefix=cast(Prefix, NoStore(post=self.worker.post)),

@@ -129,7 +129,8 @@ class FakePrefix:
         self.packs += 1
         if self.packs - 1 in self.fails:
             raise RuntimeError("cannot be encoded")
-        return PackedPiece(path_tokens >= ENCODED_TOKENS_MIN, first, np.array(rows[0][0][0][0]))
+        encoded = path_tokens >= ENCODED_TOKENS_MIN
+        return [PackedPiece(encoded, first, np.array(rows[0][0][0][0]))]
 
     def write(
         self, tokens: tuple[int, ...], packed: list[Any], found: Found | None, report: int | None
@@ -155,7 +156,7 @@ class Driven:
         self.made: list[Found] = []
         self.lease_ids = itertools.count(1)
         self.core = Core(
-            model=model,
+            caches=LiveCaches(model),
             shape=BatchShape(mode, rows_max, STEP),
             scheduler=Scheduler(rows_max, mode is BatchMode.BATCHED, STEP.idle),
             prefix=cast(Prefix, self.prefix),

@@ -135,10 +135,14 @@ class InProcess:
 
         def run(core: Core) -> Reply:
             reply = Reply()
-            caches = cache(core.model) if cache is not None else make_prompt_cache(core.model)
+            caches = (
+                cache(core.caches.model)
+                if cache is not None
+                else make_prompt_cache(core.caches.model)
+            )
             generated = generate_step(
                 mx.array(list(tokens)),
-                core.model,
+                core.caches.model,
                 max_tokens=max_tokens,
                 prompt_cache=caches,
                 prefill_step_size=step or core.shape.step.idle,

@@ -1,25 +1,38 @@
 """How rows are encoded for the store.
 
-A codec (`none`, `q8`, `q4`) is a wish; what it comes to depends on the widths of each group of
-layers. `CodecPlan` is the outcome for one model: one encoding for each part, and the schema that
-every record made with it has. Encodings work row by row, so that what a row becomes never depends
-on its neighbours, and a span can begin anywhere.
+A codec (`q8`, `turbo3`) is a wish; what it comes to depends on the widths of each group of layers.
+`CodecPlan` is the outcome for one model: one encoding for each part, and the schema that every
+record made with it has. Encodings work row by row, so that what a row becomes never depends on its
+neighbours, and a span can begin anywhere. `CodecPolicy` says which rows are encoded at all.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
 
 from cachestore import record
 from engine import config
 from engine.kv.encoding import Affine, Encoding, Lossless, PartShape
 from engine.kv.layout import CacheLayout, LayerGroup
+from engine.kv.rotation import SEED, Rotation
+from engine.kv.turboquant import TURBO_BITS, TurboQuant
 
 FLAG: Final = "--cache-codec"
+ROTATE_FLAG: Final = "--kv-rotate"
+KEEP_FIRST_FLAG: Final = "--turbo-keep-first"
 
 
 class CodecError(ValueError):
     """The flag asks for what this model cannot have; the message says what to use instead."""
+
+
+class Wish(Protocol):
+    """What a codec wants for a part: an encoding that may or may not fit it."""
+
+    def fit(self, shape: PartShape) -> Encoding | None: ...
+
+    def misfit(self, width: int) -> str:
+        """Why it does not fit a part of this width."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +41,35 @@ class AffineBits:
 
     bits: int
 
-    def fit(self, width: int) -> Encoding | None:
-        sizes = (size for size in (64, 32) if width % size == 0)
+    def fit(self, shape: PartShape) -> Encoding | None:
+        sizes = (size for size in (64, 32) if shape.width % size == 0)
         return next((Affine(self.bits, size) for size in sizes), None)
 
+    def misfit(self, width: int) -> str:
+        return f"neither 64 nor 32 divides their width {width}"
 
-# What each codec wants for a part: nothing, or an encoder that may or may not fit its width.
-CODECS: Final[Mapping[str, Mapping[str, AffineBits]]] = {
+
+@dataclass(frozen=True, slots=True)
+class TurboBits:
+    """TurboQuant, in the dtype of the rows."""
+
+    bits: int
+
+    def fit(self, shape: PartShape) -> Encoding | None:
+        return TurboQuant(self.bits, shape.dtype) if TurboQuant.fits(shape.width) else None
+
+    def misfit(self, width: int) -> str:
+        return f"their width {width} has no Hadamard transform"
+
+
+# What each codec wants for a part, if anything. With `none` rows are stored as the live cache holds
+# them, quantized or not.
+CODECS: Final[Mapping[str, Mapping[str, Wish]]] = {
     "none": {},
     "q8": {"keys": AffineBits(8), "values": AffineBits(8)},
     "q4": {"keys": AffineBits(4), "values": AffineBits(4)},
-}
+    "k8v4": {"keys": AffineBits(8), "values": AffineBits(4)},
+} | {f"turbo{bits}": dict.fromkeys(("keys", "values"), TurboBits(bits)) for bits in TURBO_BITS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,29 +104,34 @@ class CodecPlan:
         """A sentence for each part that the codec does not fit, for the start line."""
         wanted = CODECS[self.name]
         return [
-            f"{part.shape.name} of layers {_layers(part.group)} are stored lossless: "
-            f"neither 64 nor 32 divides their width {part.shape.width}"
+            f"{_named(part)} are stored lossless: "
+            f"{wanted[part.shape.name].misfit(part.shape.width)}"
             for part in self.parts
             if part.shape.name in wanted and isinstance(part.encoding, Lossless)
         ]
 
 
-def plan_codec(name: str, layout: CacheLayout, *, explicit: bool = False) -> CodecPlan:
-    """Applies codec `name` to a layout.
+def plan_codec(
+    name: str, layout: CacheLayout, *, explicit: bool = False, rotate: bool = False
+) -> CodecPlan:
+    """Applies codec `name` to a layout, with its affine parts rotated or not.
 
-    CodecError when there is no such codec, or when it was asked for (`explicit`) and fits no layer.
+    CodecError when there is no such codec, when it was asked for (`explicit`) and fits no layer,
+    and when there is nothing to rotate or an affine part cannot be.
     """
     if name not in CODECS:
         raise CodecError(f"{FLAG} {name}: no such codec; use one of {', '.join(CODECS)}")
     wanted = CODECS[name]
     parts = tuple(
-        PlannedPart(group, shape, _choose(wanted.get(shape.name), shape.width))
+        PlannedPart(group, shape, _choose(wanted.get(shape.name), shape))
         for group in layout.groups
         for shape in group.parts
     )
     if explicit and wanted and all(isinstance(part.encoding, Lossless) for part in parts):
         widths = sorted({part.shape.width for part in parts})
         raise CodecError(f"{FLAG} {name}: fits no layer of widths {widths}; use {FLAG} none")
+    if rotate:
+        parts = _rotated(name, parts)
     specs = (
         record.PartSpec(
             part.group.kind,
@@ -112,11 +148,13 @@ def plan_codec(name: str, layout: CacheLayout, *, explicit: bool = False) -> Cod
 
 @dataclass(frozen=True, slots=True)
 class CodecPolicy:
-    """Which codec rows are stored with: the chosen one, or none at the end of a short path."""
+    """Which codec rows are stored with: the chosen one, or none. None is for short paths, and for
+    the first `keep_first` rows of any."""
 
     codec: CodecPlan
     lossless: CodecPlan
     min_quantize_tokens: int
+    keep_first: int = 0
 
     @classmethod
     def of(
@@ -126,14 +164,27 @@ class CodecPolicy:
         *,
         min_quantize_tokens: int = config.MIN_QUANTIZE_TOKENS_DEFAULT,
         explicit: bool = False,
+        rotate: bool = False,
+        keep_first: int = 0,
     ) -> "CodecPolicy":
-        """CodecError as `plan_codec`."""
-        chosen = plan_codec(codec, layout, explicit=explicit)
-        return cls(chosen, plan_codec("none", layout), min_quantize_tokens)
+        """CodecError as `plan_codec`, and when rows are to be kept without TurboQuant."""
+        if keep_first and codec not in config.TURBO_CODECS:
+            turbo = ", ".join(config.TURBO_CODECS)
+            raise CodecError(f"{KEEP_FIRST_FLAG}: {codec} keeps none; use {FLAG} {turbo}")
+        chosen = plan_codec(codec, layout, explicit=explicit, rotate=rotate)
+        return cls(chosen, plan_codec("none", layout), min_quantize_tokens, keep_first)
 
-    def codec_for(self, path_tokens: int) -> CodecPlan:
-        """By the length of the whole path at commit, never of the record."""
-        return self.codec if path_tokens >= self.min_quantize_tokens else self.lossless
+    def is_settled(self, path_tokens: int) -> bool:
+        """Whether every row of all longer paths has the codec that it has in one of this length:
+        the whole path's at commit, never the record's."""
+        return path_tokens >= self.min_quantize_tokens
+
+    def runs(self, path_tokens: int, rows: range) -> list[tuple[CodecPlan, range]]:
+        """Rows of a path of this length, cut where their codec changes."""
+        kept_rows = self.keep_first if self.is_settled(path_tokens) else rows.stop
+        cut = min(max(rows.start, kept_rows), rows.stop)
+        runs = ((self.lossless, range(rows.start, cut)), (self.codec, range(cut, rows.stop)))
+        return [(codec, part) for codec, part in runs if part]
 
     def plan_of(self, schema: record.Schema) -> CodecPlan:
         """The plan that made a record. RecordError when none of this engine's did."""
@@ -143,16 +194,47 @@ class CodecPolicy:
         raise record.RecordError(f"a record of codec {schema.codec!r} is not laid out as ours are")
 
     def describe(self) -> dict[str, Any]:
-        """Everything that identity has to cover."""
+        """Everything that identity has to cover, as plain values in a fixed order."""
         # Without encoding the threshold changes nothing, and must not part what is equal.
         threshold = self.min_quantize_tokens if self.codec != self.lossless else 0
-        return {"codec": self.codec.name, "min_quantize_tokens": threshold}
+        return {
+            "codec": self.codec.name,
+            "encodings": [dict(part.encoding.header) for part in self.codec.parts],
+            "min_quantize_tokens": threshold,
+            "keep_first": self.keep_first,
+        }
 
 
-def _choose(wanted: AffineBits | None, width: int) -> Encoding:
-    return (wanted.fit(width) if wanted else None) or Lossless()
+def _choose(wanted: Wish | None, shape: PartShape) -> Encoding:
+    """As the live cache holds them, where nothing else is wanted or fits."""
+    return (wanted.fit(shape) if wanted else None) or shape.live
 
 
-def _layers(group: LayerGroup) -> str:
-    last = group.first_layer + group.layers - 1
-    return str(last) if group.layers == 1 else f"{group.first_layer} to {last}"
+def _rotated(name: str, parts: tuple[PlannedPart, ...]) -> tuple[PlannedPart, ...]:
+    """The parts, those that are affine behind a rotation."""
+    rotated = []
+    for part in parts:
+        match part.encoding:
+            case Affine() as plain:
+                encoding = replace(plain, rotation=Rotation(SEED))
+                if not encoding.fits(part.shape.width):
+                    raise CodecError(
+                        f"{ROTATE_FLAG}: {_named(part)} cannot be rotated, their width "
+                        f"{part.shape.width} has no Hadamard transform; leave it out"
+                    )
+                rotated.append(replace(part, encoding=encoding))
+            case _:
+                rotated.append(part)
+    if tuple(rotated) == parts:
+        raise CodecError(
+            f"{ROTATE_FLAG}: {FLAG} {name} leaves nothing to rotate; leave it out, or use "
+            f"{FLAG} q8, q4 or k8v4"
+        )
+    return tuple(rotated)
+
+
+def _named(part: PlannedPart) -> str:
+    """As in "keys of layers 0 to 29"."""
+    group = part.group
+    first, last = group.first_layer, group.first_layer + group.layers - 1
+    return f"{part.shape.name} of layers {first if first == last else f'{first} to {last}'}"

@@ -7,16 +7,12 @@ part of a stored record; where both are the same, rows travel between them as th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Protocol
 
 import mlx.core as mx
 
 from cachestore import record
 from engine.kv.rotation import Rotation
-
-# What MLX's affine quantizer has.
-AFFINE_BITS: Final = (2, 3, 4, 5, 6, 8)
-AFFINE_GROUP_SIZES: Final = (32, 64, 128)
 
 
 class Encoding(Protocol):

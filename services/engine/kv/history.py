@@ -24,6 +24,12 @@ from engine.kv.rotation import Rotation
 Rows = tuple[tuple[mx.array, ...], tuple[mx.array, ...]]
 
 
+def sliced(rows: Rows, cut: slice) -> Rows:
+    """Some of them, lazy."""
+    keys, values = rows
+    return tuple(a[:, :, cut] for a in keys), tuple(a[:, :, cut] for a in values)
+
+
 @dataclass(frozen=True, slots=True)
 class Precision:
     """How a live cache holds its keys and its values."""
@@ -285,6 +291,43 @@ class QuantizedKVCache(History):
     merge = BatchKVCache.merge
 
 
+class LateKVCache(History):
+    """Of one request: in full precision until it has `start` rows, then quantized, all of it."""
+
+    def __init__(self, later: Precision, start: int) -> None:
+        super().__init__(FULL, [0])
+        self._later = later
+        self._start = start
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        if self.precision == FULL and self.size() >= self._start:
+            rows = self._later.encode(*self._columns.arrays)
+            self.precision, self._columns = self._later, Columns(self._columns.sequences, rows)
+        return super().update_and_fetch(keys, values)
+
+    @property
+    def offset(self) -> Any:
+        """Position of the next token."""
+        return self._ends[0]
+
+    @classmethod
+    def merge(cls, caches: Sequence["LateKVCache"]) -> "BatchLateKVCache":
+        """A batch of this one request."""
+        (alone,) = caches
+        made = BatchLateKVCache(alone._later, alone._start)
+        made.state = alone.state
+        return made
+
+
+class BatchLateKVCache(LateKVCache, BatchHistory):
+    """In a batch that has one row."""
+
+    @property
+    def offset(self) -> mx.array:
+        """Position of the next token, (1,)."""
+        return mx.array(self._ends)
+
+
 def same(caches: Sequence[Any]) -> Precision:
     """The precision of all; ValueError when they differ."""
     precision: Precision = caches[0].precision
@@ -301,5 +344,6 @@ def handed(precision: Precision, arrays: Sequence[mx.array], columns: int) -> tu
 
 def _hand(encoding: Encoding, arrays: tuple[mx.array, ...], columns: int) -> Any:
     if isinstance(encoding, Affine):
-        return PackedHistory(arrays, encoding, columns)
+        codes, scales, biases = arrays
+        return PackedHistory((codes, scales, biases), encoding, columns)
     return arrays[0][:, :, :columns]

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 
-from engine.kv.encoding import PartShape
+from engine.kv.encoding import Affine, Encoding, PartShape
 from engine.kv.history import FULL, History, JoiningKVCache, Precision, QuantizedKVCache, Rows
 
 
@@ -30,9 +29,6 @@ class RowKind(Protocol):
 
     def shapes(self, cache: Any) -> tuple[PartShape, ...]:
         """Geometry of a cache that holds rows. NotCacheable when they cannot be stored."""
-
-    def fresh(self, precision: Precision) -> Any:
-        """An empty cache of one request."""
 
     def rows(self, cache: Any, index: int, first: int, end: int) -> Rows:
         """Rows [first, end) of one request in the live cache of a layer, as it holds them: for each
@@ -51,12 +47,13 @@ class PlainKV:
     name: str = "kv"
 
     def shapes(self, cache: Any) -> tuple[PartShape, ...]:
-        if cache.keys is None:
+        if cache.empty():
             raise NotCacheable("a layer did not use its cache in a forward pass")
-        return (_shape("keys", cache.keys), _shape("values", cache.values))
-
-    def fresh(self, precision: Precision) -> Any:
-        return _one(precision).of(precision)
+        keys, values = cache.precision.split(cache.part()[0])
+        return (
+            _shape("keys", keys, cache.precision.keys),
+            _shape("values", values, cache.precision.values),
+        )
 
     def rows(self, cache: Any, index: int, first: int, end: int) -> Rows:
         if isinstance(cache, History):
@@ -68,25 +65,25 @@ class PlainKV:
     ) -> Any:
         keys, values = shapes
         precision = Precision(keys.live, values.live)
-        return _one(precision).of(precision, [*parts["keys"], *parts["values"]], rows)
+        one = JoiningKVCache if precision == FULL else QuantizedKVCache
+        return one.of(precision, [*parts["keys"], *parts["values"]], rows)
 
 
-def _one(precision: Precision) -> type[JoiningKVCache] | type[QuantizedKVCache]:
-    return JoiningKVCache if precision == FULL else QuantizedKVCache
-
-
-# By exact class: a subclass may rotate, quantize or share its rows.
-KINDS: Final[Mapping[type, RowKind]] = {KVCache: PlainKV()}
+# By exact class: a subclass may rotate or share its rows.
+KINDS: Final[Mapping[type, RowKind]] = {JoiningKVCache: PlainKV(), QuantizedKVCache: PlainKV()}
 BY_NAME: Final[Mapping[str, RowKind]] = {kind.name: kind for kind in KINDS.values()}
 
 _DTYPES: Final = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
 
 
-def _shape(name: str, rows: mx.array) -> PartShape:
+def _shape(name: str, arrays: tuple[mx.array, ...], live: Encoding) -> PartShape:
+    # A row of an affine encoding has the width of its scales times the group, and their dtype.
+    rows = arrays[0] if len(arrays) == 1 else arrays[1]
     batch, heads, _, width = rows.shape
+    width *= live.group_size if isinstance(live, Affine) else 1
     assert batch == 1
     if rows.dtype not in _DTYPES:
         raise NotCacheable(f"{name} of a layer are {rows.dtype}")
     if heads == 0 or width == 0:
         raise NotCacheable(f"{name} of a layer are empty ({heads} heads of {width})")
-    return PartShape(name, heads, width, _DTYPES[rows.dtype])
+    return PartShape(name, heads, width, _DTYPES[rows.dtype], live)

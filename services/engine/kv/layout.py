@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
 
 from engine.kv.encoding import PartShape
 from engine.kv.kinds import KINDS, NotCacheable
+from engine.kv.live import LiveCaches
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ class CacheLayout:
         }
 
 
-def probe(model: Any) -> CacheLayout:
-    """Learns the layout of `model`; runs on the MLX thread.
+def probe(live: LiveCaches) -> CacheLayout:
+    """Learns the layout of a model's caches; runs on the MLX thread.
 
     NotCacheable when any layer is of a kind that the store cannot hold.
     """
-    caches = make_prompt_cache(model)
+    model, caches = live.model, live.fresh()
     refuse_unknown_kinds(caches)
     rows = 2
     mx.eval(model(mx.array([[0] * rows]), cache=caches), [cache.state for cache in caches])

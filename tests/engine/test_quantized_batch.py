@@ -1,0 +1,157 @@
+"""Quantized histories in a batch: at every step, in every layer, attention over a row's own packed
+bytes. Free runs are never compared: a neighbour's float noise moves codes."""
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from engine import smollm2
+from engine.batch import Batch, BatchMode, BatchShape
+from engine.config import PrefillStep
+from engine.kv import live, routing
+from engine.kv.attention import STRATEGIES, PackedMatmul
+from engine.kv.live import LiveCaches
+from engine.kvconfig import KvConfig
+from tests.support.models import llama_config, tiny_model
+from tests.support.oracle import Oracle, compared
+
+STEP = PrefillStep(idle=16, busy=8)
+TOLERANCE = 1e-5
+HISTORIES = (0, 3, 16, 17, 40, 300)
+BITS = [(8, 8), (4, 4), (8, 4), (4, 8)]
+
+
+def prompt(seed: int, length: int) -> tuple[int, ...]:
+    return tuple(int(t) for t in np.random.default_rng(seed).integers(0, 256, length))
+
+
+def quantized(model: Any, config: KvConfig, rotate: bool = False) -> LiveCaches:
+    with routing.installed(PackedMatmul()):
+        return live.choose(model, config, rotate)
+
+
+class Run:
+    """A batch whose attention is compared at every call."""
+
+    def __init__(self, caches: LiveCaches, oracle: Oracle, rows_max: int = 6) -> None:
+        self.caches = caches
+        self.oracle = oracle
+        self.batch = Batch(caches, BatchShape(BatchMode.BATCHED, rows_max, STEP))
+        self.replies: dict[int, list[int]] = {}
+
+    def insert(self, history: int, seed: int) -> int:
+        """A row with so many tokens cached, or a cold one without."""
+        tokens = prompt(seed, history + 5)
+        caches = None
+        if history:
+            caches = self.caches.fresh()
+            mx.eval(self.caches.model(mx.array([tokens[:history]]), cache=caches))
+        uid = self.batch.insert(tokens, caches, history, None)
+        self.replies[uid] = []
+        return uid
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            for token in self.batch.step().tokens:
+                self.replies[token.uid].append(token.token)
+            assert self.oracle.worst <= TOLERANCE
+
+    def decode_all(self, steps: int = 3) -> None:
+        while not all(self.replies.values()):
+            self.step()
+        self.step(steps)
+
+
+def mixed(run: Run, order: list[int]) -> None:
+    """Hits and misses join in this order, some leave in the middle, others join after them."""
+    uids = []
+    for seed, history in enumerate(order):
+        uids.append(run.insert(history, seed))
+        run.step()
+    run.decode_all()
+    leaving = uids[1:4]
+    run.batch.remove(leaving)
+    for uid in leaving:
+        del run.replies[uid]
+    run.step(2)
+    uids.append(run.insert(23, 99))
+    run.decode_all()
+    assert run.oracle.columns >= max(order)
+    assert run.oracle.calls
+
+
+@pytest.mark.parametrize(
+    "order", [HISTORIES, HISTORIES[::-1]], ids=["shorter-first", "longer-first"]
+)
+@pytest.mark.parametrize("rotate", [False, True], ids=["plain", "rotated"])
+@pytest.mark.parametrize("bits", BITS, ids=str)
+def test_each_row_attends_to_its_own_packed_rows(
+    bits: tuple[int, int], rotate: bool, order: tuple[int, ...], llama: Any
+) -> None:
+    caches = quantized(llama, KvConfig(bits), rotate)
+    with compared(STRATEGIES["packed-matmul"]) as oracle:
+        mixed(Run(caches, oracle), list(order))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("kv_heads", [1, 2, 3])
+def test_of_every_shape(kv_heads: int, head_dim: int, strategy: str) -> None:
+    model = tiny_model(llama_config(heads=2 * kv_heads, kv_heads=kv_heads, head_dim=head_dim))
+    caches = quantized(model, KvConfig((8, 4), group_size=32), rotate=True)
+    with compared(STRATEGIES[strategy]) as oracle:
+        mixed(Run(caches, oracle), [40, 0, 3, 17])
+
+
+@pytest.mark.parametrize("bits", BITS, ids=str)
+def test_the_real_model(bits: tuple[int, int], smollm2_model: Any) -> None:
+    caches = quantized(smollm2_model, KvConfig(bits))
+    with compared(STRATEGIES["packed-decode"]) as oracle:
+        mixed(Run(caches, oracle), [17, 0, 60, 3])
+
+
+def test_bounded_windows_too(llama: Any) -> None:
+    caches = quantized(llama, KvConfig((8, 4), max_size=24))
+    with compared(STRATEGIES["packed-matmul"]) as oracle:
+        run = Run(caches, oracle)
+        for seed, history in enumerate((0, 3, 23, 24, 60)):
+            run.insert(history, seed)
+            run.step(2)
+        run.decode_all()
+        oracle.columns = 0
+        run.step(40)
+        assert oracle.columns == 24
+        assert all(layer.size() == 24 for layer in run.batch._decoding.prompt_cache)
+
+
+def test_the_answer_may_depend_on_the_very_first_token(llama: Any) -> None:
+    """Grouped queries behind histories of unequal length: the first row is not lost."""
+    caches = quantized(llama, KvConfig((8, 8)))
+    with routing.installed(PackedMatmul()):
+        logprobs = {}
+        for first in (5, 200):
+            batch = Batch(caches, BatchShape(BatchMode.BATCHED, 2, STEP))
+            batch.insert(prompt(0, 60), None, 0, None)
+            uid = batch.insert((first, *prompt(1, 11)), None, 0, None)
+            given: dict[int, list[mx.array]] = {}
+            while len(given.get(uid, [])) < 3:
+                for token in batch.step().tokens:
+                    given.setdefault(token.uid, []).append(token.logprobs)
+            alone = caches.fresh()
+            llama(mx.array([[first, *prompt(1, 10)]]), cache=alone)
+            logits = llama(mx.array([[prompt(1, 11)[-1]]]), cache=alone)[0, -1]
+            expected = logits - mx.logsumexp(logits)
+            # Codes may move with float noise, but not by a token.
+            assert mx.abs(given[uid][0] - expected).max().item() < 0.05
+            logprobs[first] = expected
+    assert mx.abs(logprobs[5] - logprobs[200]).max().item() > 0.5
+
+
+@pytest.fixture(scope="module")
+def smollm2_model() -> Any:
+    from engine import backend  # noqa: PLC0415
+    from engine.model import ModelSpec, load  # noqa: PLC0415
+
+    return load(ModelSpec(smollm2.ALIAS), backend.describe()).model

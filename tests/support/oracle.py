@@ -1,0 +1,96 @@
+"""Attention that is compared, call by call, with full precision over the same packed rows."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from engine.kv import routing
+from engine.kv.attention import Mask, PackedHistory, Strategy
+
+Numbers = npt.NDArray[np.float64]
+
+
+@dataclass
+class Oracle:
+    """A strategy that asks another one, and notes how far that is from the reference, relative to
+    numbers above 1: each row's own packed bytes, dequantized, those just written included. Numpy
+    in float64."""
+
+    asked: Strategy
+    calls: int = 0
+    worst: float = 0.0
+    # What rows of a batch see: the most columns of any call.
+    columns: int = 0
+
+    name: str = "oracle"
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: PackedHistory,
+        values: PackedHistory,
+        scale: float,
+        mask: Mask,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        attended = self.asked.attend(queries, keys, values, scale, mask, sinks)
+        seen = _seen(mask, queries, keys.columns)
+        for row in range(queries.shape[0]):
+            expected = _attend(
+                _numbers(queries[row]),
+                _rows(keys, row),
+                _rows(values, row),
+                scale,
+                seen[row],
+            )
+            off = float(np.abs(_numbers(attended[row]) - expected).max())
+            self.worst = max(self.worst, off / max(1.0, float(np.abs(expected).max())))
+        self.calls += 1
+        self.columns = max(self.columns, keys.columns)
+        return attended
+
+
+@contextmanager
+def compared(strategy: Strategy) -> Iterator[Oracle]:
+    """All attention over packed rows goes through an oracle."""
+    oracle = Oracle(strategy)
+    with routing.installed(oracle):
+        yield oracle
+
+
+def _numbers(array: mx.array) -> Numbers:
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+def _rows(history: PackedHistory, row: int) -> Numbers:
+    """(KV heads, columns, width) of one row of the batch, as they were quantized."""
+    codes, scales, biases = (mx.contiguous(array[row, :, : history.columns]) for array in history)
+    encoding = history.encoding
+    return _numbers(
+        mx.dequantize(codes, scales, biases, group_size=encoding.group_size, bits=encoding.bits)
+    )
+
+
+def _seen(mask: Mask, queries: mx.array, columns: int) -> Any:
+    batch, _, length, _ = queries.shape
+    if mask is None:
+        return np.ones((batch, 1, length, columns), bool)
+    if isinstance(mask, str):
+        rows = np.arange(columns - length, columns)
+        return np.broadcast_to(np.arange(columns) <= rows[:, None], (batch, 1, length, columns))
+    assert mask.dtype == mx.bool_
+    return np.broadcast_to(np.array(mask), (batch, mask.shape[1], length, columns))
+
+
+def _attend(queries: Numbers, keys: Numbers, values: Numbers, scale: float, seen: Any) -> Numbers:
+    repeats = queries.shape[0] // keys.shape[0]
+    keys, values = (np.repeat(rows, repeats, axis=0) for rows in (keys, values))
+    scores = np.where(seen, scale * queries @ keys.swapaxes(-1, -2), -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    attended: Numbers = weights / weights.sum(axis=-1, keepdims=True) @ values
+    return attended
