@@ -1,4 +1,4 @@
-"""The command `engine`: serve, generate, chat, demo."""
+"""The command `engine`: serve, generate, chat, demo, bench-kv, quality."""
 
 import argparse
 import logging
@@ -7,7 +7,7 @@ import sys
 
 from cachestore import endpoint
 from cachestore.flags import Parser
-from engine import __version__, chat, config, generate, serve
+from engine import __version__, backend, bench_kv, chat, config, generate, quality, serve
 from engine.flags import ConfigError
 
 EXIT_USAGE = 2
@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     try:
         return int(options.run(options))
-    except (ConfigError, endpoint.EndpointError) as error:
+    except (ConfigError, endpoint.EndpointError, backend.BackendError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
@@ -50,6 +50,12 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_flags(chatting)
     _add_log_level(chatting, "warning")
     _add_demo(commands.add_parser("demo", help="show what the cache does, on a real model"))
+    benching = commands.add_parser("bench-kv", help="bytes, error and time of each codec")
+    bench_kv.add_flags(benching)
+    _add_log_level(benching, "warning")
+    judging = commands.add_parser("quality", help="what each codec does to a model's predictions")
+    quality.add_flags(judging)
+    _add_log_level(judging, "warning")
     return parser
 
 

@@ -1,0 +1,236 @@
+"""How much worse a model predicts a text behind a cache that is held in fewer bits.
+
+The text is cut into windows:
+
+    ├───────── prefix ─────────┼───────── rest ─────────┤
+    computed in full precision  fed behind the prefix's rows as each policy gives
+                                them back: each token predicts the next one
+
+A policy says how a prefix is held: in records of a codec, or in a live cache of its own class.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from engine.kv.codec import CodecPlan, plan_codec
+from engine.kv.layout import CacheLayout
+from engine.kv.live import LiveCaches
+from engine.shelf import Shelf, row_bytes
+
+FULL: Final = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Some tokens of a text: `prefix`, then `rest`, of which each but the first is scored."""
+
+    prefix: tuple[int, ...]
+    rest: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A computed prefix: of each layer keys and values, (1, heads, rows, width), evaluated. They
+    are the model's own and must not be written to."""
+
+    tokens: tuple[int, ...]
+    layers: tuple[tuple[mx.array, mx.array], ...]
+
+
+class Policy(Protocol):
+    """One way to hold a prefix."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of all layers."""
+
+    def caches(self, prefix: Prefix) -> list[Any]:
+        """A new cache for each layer, which holds the prefix; the model appends to them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorePolicy:
+    """As the store gives it back: packed into records, then attached."""
+
+    name: str
+    codec: CodecPlan
+
+    @property
+    def bytes_per_token(self) -> float:
+        return row_bytes(self.codec)
+
+    def caches(self, prefix: Prefix) -> list[Any]:
+        shelf = Shelf(self.codec, len(prefix.tokens))
+        for span in shelf.spans:
+            rows = slice(span.start, span.stop)
+            shelf.put([((k[:, :, rows],), (v[:, :, rows],)) for k, v in prefix.layers])
+        return shelf.caches()
+
+
+@dataclass(frozen=True, slots=True)
+class LivePolicy:
+    """As a quantized live cache holds it, and all that follows."""
+
+    name: str
+    live: LiveCaches
+    layout: CacheLayout
+
+    @property
+    def bytes_per_token(self) -> float:
+        # The store keeps these rows as they are.
+        return row_bytes(plan_codec("none", self.layout))
+
+    def caches(self, prefix: Prefix) -> list[Any]:
+        caches = self.live.fresh()
+        for cache, (keys, values) in zip(caches, prefix.layers, strict=True):
+            cache.update_and_fetch(keys, values)
+        return caches
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How well a model predicts behind a policy; `policy` FULL is the model's own cache.
+
+    `ratio`: bytes per token in full precision to those here. `mean_kl`: in nats for each token,
+    from full precision to this; `kl_error` is its standard error, which takes two windows.
+    `flip_rate`: part of tokens for which another one is the most likely next.
+    """
+
+    policy: str
+    dtype: str
+    bytes_per_token: float
+    ratio: float
+    perplexity: float
+    mean_kl: float
+    kl_error: float | None
+    flip_rate: float
+    tokens: int
+    windows: int
+    prefix_tokens: int
+
+
+def cut(
+    begin: Sequence[int], text: Sequence[int], prefix: int, scored: int, count: int
+) -> list[Window]:
+    """Windows from the text's first token to its last, as evenly as it goes.
+
+    Each has `prefix` tokens and a rest of which `scored` are scored; no token is scored twice.
+    Before the prefix comes `begin`, what the model wants before any text. As many windows as there
+    is room for, but at most `count`.
+    """
+    length = prefix + 1 + scored
+    windows = min(count, (len(text) - length) // scored + 1)
+    if len(text) < length:
+        return []
+    starts = [round(n * (len(text) - length) / max(1, windows - 1)) for n in range(windows)]
+    return [
+        Window(
+            (*begin, *text[start : start + prefix]),
+            tuple(text[start + prefix : start + length]),
+        )
+        for start in starts
+    ]
+
+
+def score(
+    model: Any,
+    windows: Sequence[Window],
+    policies: Sequence[Policy],
+    full: CodecPlan,
+    step: int,
+    advance: Callable[[], None] = lambda: None,
+) -> list[Score]:
+    """Full precision first, then each policy; on the MLX thread.
+
+    `full` is the lossless plan, `step` the prompt tokens of one forward.
+    """
+    tallies = [_Tally() for _ in range(1 + len(policies))]
+    for window in windows:
+        prefix, caches = _prefill(model, window.prefix, step)
+        reference = _logprobs(model, caches, window.rest)
+        del caches
+        tallies[0].add(reference, reference, window)
+        for policy, tally in zip(policies, tallies[1:], strict=True):
+            tally.add(reference, _logprobs(model, policy.caches(prefix), window.rest), window)
+        advance()
+    full_bytes = row_bytes(full)
+    names = [(FULL, float(full_bytes)), *((p.name, p.bytes_per_token) for p in policies)]
+    dtype = full.layout.groups[0].parts[0].dtype
+    return [
+        Score(
+            policy=name,
+            dtype=dtype,
+            bytes_per_token=bytes_per_token,
+            ratio=full_bytes / bytes_per_token,
+            perplexity=math.exp(tally.surprise / tally.tokens),
+            mean_kl=sum(tally.divergences) / tally.tokens,
+            kl_error=tally.divergence_error,
+            flip_rate=tally.flips / tally.tokens,
+            tokens=tally.tokens,
+            windows=len(windows),
+            prefix_tokens=len(windows[0].prefix),
+        )
+        for (name, bytes_per_token), tally in zip(names, tallies, strict=True)
+    ]
+
+
+class _Tally:
+    """Sums over windows, of natural logarithms."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.surprise = 0.0
+        self.flips = 0
+        # One for each window.
+        self.divergences: list[float] = []
+
+    def add(self, reference: mx.array, found: mx.array, window: Window) -> None:
+        """Log-probabilities (scored, vocabulary) in full precision, and behind a policy."""
+        targets = mx.array(window.rest[1:])[:, None]
+        surprise: Any = -mx.take_along_axis(found, targets, axis=-1).sum()
+        flips: Any = (reference.argmax(-1) != found.argmax(-1)).sum()
+        # A masked vocabulary is impossible in both, and contributes nothing.
+        gap = mx.where(reference == found, 0.0, reference - found)
+        divergence: Any = (mx.exp(reference) * gap).sum()
+        mx.eval(surprise, flips, divergence)
+        self.tokens += targets.shape[0]
+        self.surprise += surprise.item()
+        self.flips += flips.item()
+        self.divergences.append(divergence.item())
+
+    @property
+    def divergence_error(self) -> float | None:
+        """Standard error of the mean divergence of a token; windows have equally many."""
+        count = len(self.divergences)
+        if count < 2:
+            return None
+        return statistics.stdev(self.divergences) * math.sqrt(count) / self.tokens
+
+
+def _prefill(model: Any, tokens: tuple[int, ...], step: int) -> tuple[Prefix, list[Any]]:
+    """The prefix, and the caches that computed it."""
+    caches = make_prompt_cache(model)
+    for first in range(0, len(tokens), step):
+        model(mx.array([tokens[first : first + step]]), cache=caches)
+        mx.eval([cache.state for cache in caches])
+    rows = len(tokens)
+    layers = tuple((cache.keys[:, :, :rows], cache.values[:, :, :rows]) for cache in caches)
+    mx.eval(layers)
+    return Prefix(tokens, layers), caches
+
+
+def _logprobs(model: Any, caches: list[Any], rest: tuple[int, ...]) -> mx.array:
+    """(scored, vocabulary), evaluated, float32: of the next token behind each but the last."""
+    logits = model(mx.array([rest[:-1]]), cache=caches)[0].astype(mx.float32)
+    logprobs: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    mx.eval(logprobs)
+    return logprobs

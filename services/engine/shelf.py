@@ -1,0 +1,75 @@
+"""Records in this process's own memory: rows go the way through the store, without a store.
+
+For tools that ask what a codec does to rows. Packing, the bytes of records and attaching are those
+of the engine; the memory that the daemon would share is ordinary memory here.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from cachestore import record
+from engine import attach, pack
+from engine.attach import Attachment, Source
+from engine.kv.codec import CodecPlan, CodecPolicy, plan_codec
+from engine.kv.history import Rows
+
+# As many as a record of the daemon has, and as many as the engine packs at once.
+RECORD_ROWS: Final = 256
+_PAGE_BYTES: Final = 4096
+
+
+class Shelf:
+    """Room for `rows` rows in one codec: `put` once for each of `spans`, in order; then
+    `attachment` or `caches`, any number of times. On the MLX thread."""
+
+    def __init__(self, codec: CodecPlan, rows: int) -> None:
+        self.spans: Final = [
+            range(first, min(first + RECORD_ROWS, rows)) for first in range(0, rows, RECORD_ROWS)
+        ]
+        self._codec = codec
+        self._policy = CodecPolicy(codec, plan_codec("none", codec.layout), 0)
+        # Whose rows they are is not asked here.
+        self._paths = record.paths(b"", bytes(rows * record.TOKEN_BYTES), self.spans)
+        self._extents = [_touched(record.plan(codec.schema, len(span))) for span in self.spans]
+        self._sources: list[Source] = []
+
+    def put(self, layers: Sequence[Rows]) -> None:
+        """Packs and writes the next span's rows; `layers` as for pack.pack."""
+        number = len(self._sources)
+        span, path, extent = self.spans[number], self._paths[number], self._extents[number]
+        packed = pack.pack(self._codec, layers, span.start)
+        assert packed.rows == len(span)
+        written = pack.write([packed], span.start, len(span), path, extent)
+        self._sources.append(Source(extent[:written], 0, len(span), path))
+
+    @property
+    def record_bytes(self) -> int:
+        """All that is held: rows, their tokens, headers."""
+        return sum(len(source.view) for source in self._sources)
+
+    def attachment(self) -> Attachment:
+        """All rows that were put."""
+        return attach.plan(self._policy, self._sources)
+
+    def caches(self) -> list[Any]:
+        """One cache for each layer, of all rows that were put."""
+        attachment = self.attachment()
+        for block in attachment.blocks:
+            block.allocate()
+            block.copy()
+            block.decode()
+        return attachment.caches()
+
+
+def row_bytes(codec: CodecPlan) -> int:
+    """Bytes of one row of all layers, its token aside."""
+    return codec.row_bytes - record.TOKEN_BYTES
+
+
+def _touched(layout: record.Record) -> memoryview:
+    """Memory for a record, its pages there already, as those of a slab in use are."""
+    extent = bytearray(layout.record_bytes)
+    np.frombuffer(extent, np.uint8)[::_PAGE_BYTES] = 0
+    return memoryview(extent)
