@@ -44,16 +44,22 @@ def publish(options: argparse.Namespace, title: str, columns: Columns, rows: Seq
         table.add_row(*(show(row) for show in columns.values()))
     # Without a terminal a line is 80 columns, which is too little.
     Console(width=None if sys.stdout.isatty() else 150).print(table)
-    if options.json is not None:
-        found = {
-            "command": " ".join(
-                ("python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:])
-            ),
-            "title": title,
-            "machine": machine(),
-            "rows": [asdict(row) for row in rows],
-        }
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+    record(options, title, rows)
+
+
+def record(options: argparse.Namespace, title: str, rows: Sequence[Any]) -> None:
+    """Write dataclass instances to the file that `--json` names, if it does."""
+    if options.json is None:
+        return
+    found = {
+        "command": " ".join(
+            ("python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:])
+        ),
+        "title": title,
+        "machine": machine(),
+        "rows": [asdict(row) for row in rows],
+    }
+    options.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def progress(text: str) -> None:

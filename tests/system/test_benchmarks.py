@@ -84,6 +84,20 @@ def test_attention_over_packed_rows_is_measured_and_right(tmp_path: Path) -> Non
     assert all(row["error"] < 1e-5 and row["seconds"] > 0 for row in rows)
 
 
+def test_caches_of_each_precision_decode_and_no_write_copies_them(tmp_path: Path) -> None:
+    rows = rows_of("decode", tmp_path / "found.json")
+    writes = [row for row in rows if row["contender"].startswith("writes alone")]
+    assert [row["note"] for row in writes] == ["in place"] * 4
+    measured = [row for row in rows if row not in writes]
+    assert {row["weights"] for row in measured} == {"float32", "4bit"}
+    assert all(row["tokens_per_second"] > 0 and not row["note"] for row in measured), measured
+    held = {row["contender"]: row["kv_bytes"] for row in measured if row["context"] == 300}
+    # Of 32 bits: a code, and a 64th part of a scale and a bias in the same dtype.
+    for bits in (8, 4):
+        ratio = held[f"{bits} bits, packed-matmul"] / held["BatchKVCache, mask"]
+        assert ratio == pytest.approx((bits + 1) / 32)
+
+
 @pytest.mark.parametrize("name", ["prefill_step", "warm"])
 def test_the_benchmark_runs(name: str, model: Path, tmp_path: Path) -> None:
     assert rows_of(name, tmp_path / "found.json", "--model", str(model))
