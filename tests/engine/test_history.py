@@ -225,7 +225,7 @@ def test_a_join_and_a_leave_move_one_sequence() -> None:
     cache.extend(other)
     mx.eval(cache.state[0])
     assert cache.nbytes == whole
-    assert mx.get_peak_memory() - before < whole / 2
+    assert mx.get_peak_memory() - before < 0.6 * whole
     assert cache.offset.tolist() == [2001] * 7 + [1500]
 
 

@@ -15,15 +15,20 @@ What lies beyond a sequence's end is finite (zeros, or rows of this sequence tha
 back), for attention multiplies it by probabilities of zero.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Final
 
 import mlx.core as mx
+import numpy as np
 
 # Capacity of at most this many times the sequences times the longest of them; and so many columns
 # that are never too many.
 CAPACITY_SHARE_MAX: Final = 1.5
 _COLUMNS_MIN: Final = 64
+# From this capacity on a multiple of it: CUDA's attention of one query is several times faster
+# for full precision (cuDNN) if it is, and its product with packed keys for multiples of 128.
+_COLUMNS_STEP: Final = 256
 
 
 class Columns:
@@ -113,8 +118,7 @@ class Columns:
 
     def _scatter(self, first: Sequence[int], rows: Sequence[mx.array]) -> None:
         count, spare = rows[0].shape[2], self._arrays[0].shape[0] - self.sequences
-        begins = mx.array([*first, *([0] * spare)])
-        places = (begins[:, None] + mx.arange(count))[:, None, :, None]
+        places = _places((*first, *([0] * spare)), count)
         for index, new in enumerate(rows):
             wide = mx.pad(new, [(0, spare), (0, 0), (0, 0), (0, 0)]) if spare else new
             self._arrays[index] = mx.put_along_axis(
@@ -180,7 +184,24 @@ class Columns:
     def _roomy(self, columns: int) -> int:
         """Capacity for so many columns and some that follow."""
         room = columns + max(_COLUMNS_MIN, columns // 4)
+        if columns >= 4 * _COLUMNS_STEP:  # of fewer columns a whole step would be too much
+            room = max(room, columns + _COLUMNS_MIN + _COLUMNS_STEP - 1)
+            room -= room % _COLUMNS_STEP
         return room if self._limit is None else max(columns, min(room, self._limit))
+
+
+@functools.lru_cache(maxsize=8)
+def positions(ends: tuple[int, ...]) -> mx.array:
+    """(sequences,). All layers of a step ask for the same, and each array of host memory costs a
+    GPU a transfer. Made without an operation, which would belong to the stream of one thread."""
+    return mx.array(ends)
+
+
+@functools.lru_cache(maxsize=8)
+def _places(first: tuple[int, ...], count: int) -> mx.array:
+    """Columns of `count` rows from column first[i] on, (sequences, 1, count, 1); as positions."""
+    columns = np.array(first, np.int32)[:, None] + np.arange(count, dtype=np.int32)
+    return mx.array(columns[:, None, :, None])
 
 
 def _padded(array: mx.array, sequences: int, columns: int) -> mx.array:

@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, _BaseCache
 
 from engine.kv.attention import PackedHistory
-from engine.kv.columns import Columns
+from engine.kv.columns import Columns, positions
 from engine.kv.encoding import Affine, Encoding, Lossless
 from engine.kv.rotation import Rotation
 
@@ -164,7 +164,8 @@ class BatchHistory(History):
     @property
     def offset(self) -> mx.array:
         """Position of each sequence's next token, (sequences,)."""
-        return mx.array(self._ends)
+        # An object of its own, for += of whoever gets it changes the object.
+        return mx.array(positions(tuple(self._ends)))
 
     def prepare(
         self,
