@@ -7,6 +7,7 @@ bound when MLX is loaded, so a library that is to replace its bundled BLAS must 
 import ctypes
 import functools
 import logging
+import os
 import sys
 from dataclasses import dataclass
 from importlib import metadata
@@ -56,6 +57,10 @@ def prepare() -> None:
         return
     if _installed_wheel() == WHEELS["cpu"]:
         _load_openblas()
+    else:
+        # A cache is written to in place only when no kernel that reads it is still on its way.
+        # MLX lets the host run ahead by whole steps on large cards, and then copies it instead.
+        os.environ.setdefault("MLX_MAX_OPS_PER_BUFFER", "25")
 
 
 def load() -> None:

@@ -7,7 +7,7 @@ whether a strategy is right on this device is found out by `attention_check`.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, Self
 
@@ -16,6 +16,10 @@ import numpy as np
 
 from engine import backend
 from engine.kv.encoding import Affine
+
+# On a GPU: heads and parts that add up values at the same time, and the columns of a part.
+_PLACES: Final = 1024
+_PART: Final = 256
 
 # None: all columns. "causal": the queries are the last rows of the history. An array, boolean
 # (True is seen) or added to the scores, broadcasts to (B, query heads, L, columns).
@@ -157,14 +161,48 @@ def _times(rows: mx.array, history: PackedHistory, transpose: bool) -> mx.array:
         # This backend adds up in the dtype it is given: of bfloat16 values of 2, a thousand of
         # them weighted to a mean come out as 1.4.
         rows, scales, biases = (array.astype(mx.float32) for array in (rows, scales, biases))
+    elif not transpose:
+        return _added_up(rows, history)
+    return _quantized_matmul(rows, (codes, scales, biases), history.encoding, transpose)
+
+
+def _added_up(weights: mx.array, values: PackedHistory) -> mx.array:
+    """Weights (B, KV heads, rows, capacity) times values, the columns in several parts at once.
+
+    A GPU would add up all columns of a head in one place, one after the other: with few heads in
+    all, most of it would idle.
+    """
+    batch, heads, rows, capacity = weights.shape
+    parts = _parts(batch * heads, capacity)
+    if parts == 1:
+        return _quantized_matmul(weights, values, values.encoding, transpose=False)
+    columns = capacity // parts
+    weights = weights.reshape(batch, heads, rows, parts, columns).swapaxes(2, 3)
+    cut = tuple(array.reshape(batch, heads, parts, columns, -1) for array in values)
+    added = _quantized_matmul(weights, cut, values.encoding, transpose=False)
+    return added.astype(mx.float32).sum(axis=2)
+
+
+def _parts(heads: int, capacity: int) -> int:
+    """A power of two that divides the capacity."""
+    parts = 1
+    while heads * parts < _PLACES and capacity % (2 * parts) == 0 and capacity >= 2 * parts * _PART:
+        parts *= 2
+    return parts
+
+
+def _quantized_matmul(
+    rows: mx.array, packed: Sequence[mx.array], encoding: Affine, transpose: bool
+) -> mx.array:
+    codes, scales, biases = packed
     return mx.quantized_matmul(
         rows,
         codes,
         scales,
         biases,
         transpose=transpose,
-        group_size=history.encoding.group_size,
-        bits=history.encoding.bits,
+        group_size=encoding.group_size,
+        bits=encoding.bits,
     )
 
 
