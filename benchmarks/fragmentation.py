@@ -26,6 +26,9 @@ from cachestore.client import Client, StoreRefused
 LOAD = 0.95
 ROW_BYTES = {bytes([1]) * 32: 1200, bytes([2]) * 32: 700}
 OVERHEAD_BYTES = 512
+# Longer sequences are not gone on from.
+TOKENS_MAX = 10_000
+KNOWN_MAX = 20_000
 STALL_SECONDS = 0.005
 TARGET_STALL_SECONDS = 0.02
 # Read by Python itself when the daemon starts.
@@ -153,7 +156,9 @@ class Load:
         namespace, before = self.chance.choice(list(ROW_BYTES)), b""
         if self.known and self.chance.random() < 0.5:
             namespace, before = self.chance.choice(self.known)
-            if self.chance.random() < 0.3:
+            if len(before) > 4 * TOKENS_MAX:
+                before = b""
+            elif self.chance.random() < 0.3:
                 before = before[: 4 * self.chance.randint(1, len(before) // 4)]
         count = min(2000, 10 + int(self.chance.expovariate(1 / 400)))
         tokens = before + self.numbers.integers(0, 1 << 17, count, dtype=np.uint32).tobytes()
@@ -168,9 +173,9 @@ class Load:
         sizes = [OVERHEAD_BYTES + piece.rows * row_bytes for piece in room.pieces]
         self.client.commit(room.id, sizes)
         self.evict()
-        if len(tokens) < 4 * 10_000:
-            self.known.append((namespace, tokens))
-            del self.known[:-1000]
+        # All that may be held, or else nothing could be found to evict in the end.
+        self.known.append((namespace, tokens))
+        del self.known[:-KNOWN_MAX]
 
     def evict(self) -> None:
         """Random records of random sequences."""
