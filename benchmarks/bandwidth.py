@@ -26,7 +26,7 @@ backend.prepare()
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
 import numpy.typing as npt  # noqa: E402
-from tests.support.caches import Layer, layout, random_layers, sliced  # noqa: E402
+from tests.support.caches import Layer, held, layout, random_layers, sliced  # noqa: E402
 from tests.support.daemons import Cachestore, short_directory, start_cachestore  # noqa: E402
 from tests.support.stores import packed  # noqa: E402
 
@@ -249,7 +249,7 @@ class Bench:
             pieces = []
             for first in range(0, rows, PIECE_ROWS):
                 with run.keeping_mlx("pack"):
-                    piece = sliced(live, first, min(first + PIECE_ROWS, rows))
+                    piece = held(sliced(live, first, min(first + PIECE_ROWS, rows)))
                     pieces += self.prefix.pack(rows, piece, first)
             with run.phase("write"):
                 self.prefix.write(tokens, pieces, None, report=0)

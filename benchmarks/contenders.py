@@ -195,8 +195,11 @@ class MlxLm:
 
 
 @contextlib.contextmanager
-def contenders(model: Path, step: int, codec: str, directory: Path) -> Iterator[list[Contender]]:
-    """Both, loaded and warm, until the end; what they say is in logs in `directory`."""
+def contenders(
+    model: Path, step: int, codec: str, directory: Path, kv_bits: int | None = None
+) -> Iterator[list[Contender]]:
+    """Both, loaded and warm, until the end; what they say is in logs in `directory`. With
+    `kv_bits` live caches are quantized from the first token on, in both."""
     # So that they end when this process is told to.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(signals.exit_code(number)))
     with (
@@ -206,10 +209,14 @@ def contenders(model: Path, step: int, codec: str, directory: Path) -> Iterator[
     ):
         store = stack.enter_context(start_cachestore(directory, budget="2GiB"))
         where = f"unix:{store.socket}"
-        flags = ["--cachestore", where, "--cache-codec", codec, "--prefill-step", str(step)]
+        bits = [] if kv_bits is None else ["--kv-bits", str(kv_bits)]
+        rows = bits or ["--cache-codec", codec]
+        flags = ["--cachestore", where, *rows, "--prefill-step", str(step)]
         ours = MlxCachestore(model, flags, directory, engine_log)
         stack.callback(ours.stop)
-        theirs = MlxLm(model, ["--prefill-step-size", str(step)], mlx_lm_log)
+        if bits:
+            bits += ["--quantized-kv-start", "0"]
+        theirs = MlxLm(model, ["--prefill-step-size", str(step), *bits], mlx_lm_log)
         stack.callback(theirs.stop)
         ours.ask([{"role": "user", "content": "Hello"}], 1)
         yield [theirs, ours]

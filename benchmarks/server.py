@@ -19,7 +19,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.measure import Columns, flags, median, progress, publish, seconds
@@ -294,6 +294,10 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--step", type=int, default=256, help="prefill step of both (256)")
     parser.add_argument("--codec", default="q8", help="of the cachestore (q8)")
+    parser.add_argument("--kv-bits", type=int, help="of live caches, in both (full precision)")
+    parser.add_argument(
+        "--prompt-tokens", type=int, help="of chats that have nothing in common (200)"
+    )
     parser.add_argument("--runs", type=int, default=3, help="runs of each, of which the median (3)")
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     options = parser.parse_args()
@@ -302,8 +306,10 @@ def main() -> None:
             model, size, runs = save_tiny_model(directory / "model"), SMALL, 1
         else:
             model, size, runs = unpacked(options.model, directory / "model"), FULL, options.runs
+        if options.prompt_tokens is not None:
+            size = replace(size, chat_prompt_tokens=options.prompt_tokens)
         mx.clear_cache()
-        with contenders(model, options.step, options.codec, directory) as servers:
+        with contenders(model, options.step, options.codec, directory, options.kv_bits) as servers:
             rows = measure(servers, model, size, runs, options.only)
     publish(options, f"Prefill step {options.step}, medians of {runs}", COLUMNS, rows)
 

@@ -14,7 +14,7 @@ from engine.remote import connect
 from engine.v1 import engine_pb2 as pb
 from tests.support.daemons import Cachestore, end_store
 from tests.support.engines import chat, start_engine
-from tests.support.models import save_tiny_model
+from tests.support.models import llama_config, save_tiny_model
 from tests.support.waiting import until
 
 SUMMARY = re.compile(r"(\d+) prompt tokens, (\d+) cached; first token after \d+ ms")
@@ -44,7 +44,8 @@ def read_some(stream: IO[str] | None) -> str:
 
 @pytest.fixture
 def model(directory: Path) -> Path:
-    return save_tiny_model(directory / "model")
+    # Room for two long replies, wherever the first one is interrupted.
+    return save_tiny_model(directory / "model", llama_config(max_position_embeddings=8192))
 
 
 def test_lines_are_turns_of_one_conversation(
@@ -117,7 +118,7 @@ def test_without_an_engine_there_is_one_line(directory: Path) -> None:
 def test_a_script_is_told_of_a_turn_that_failed(directory: Path, model: Path) -> None:
     with start_engine(directory, model, "--cachestore", "off") as engine:
         process = start(directory, "--engine", str(engine.listen))
-        _, err = process.communicate("x" * 3000 + "\nHello\n", timeout=60)
+        _, err = process.communicate("x" * 10_000 + "\nHello\n", timeout=60)
     assert process.returncode == 1
     assert err.startswith("error: INVALID_ARGUMENT: prompt: ")
     assert not SUMMARY.search(err)
