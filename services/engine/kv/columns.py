@@ -26,6 +26,8 @@ import numpy as np
 # that are never too many.
 CAPACITY_SHARE_MAX: Final = 1.5
 _COLUMNS_MIN: Final = 64
+# What buffers grow by, of their columns.
+_SPARE: Final = 0.25
 # From this capacity on a multiple of it: CUDA's attention of one query is several times faster
 # for full precision (cuDNN) if it is, and its product with packed keys for multiples of 128.
 _COLUMNS_STEP: Final = 256
@@ -138,7 +140,8 @@ class Columns:
                 for shape, array in zip(shapes, other._arrays, strict=True)
             ]
             self._arrays = blank
-        self._reserve(self.sequences, end)
+        # Every other sequence becomes as wide: the quarter waits until they grow.
+        self._reserve(self.sequences, end, spare=0)
         for index, array in enumerate(self._arrays):
             # Whole sequences, so that nothing is left of whoever was there before.
             new = mx.zeros((other.sequences, *array.shape[1:]), array.dtype)
@@ -171,19 +174,19 @@ class Columns:
         places = mx.array([index])
         return [mx.take(array[:, :, :end], places, axis=0) for array in self._arrays]
 
-    def _reserve(self, sequences: int, columns: int) -> None:
+    def _reserve(self, sequences: int, columns: int, spare: float = _SPARE) -> None:
         if not self._arrays:
             return
         held, capacity = self._arrays[0].shape[0], self.capacity
         if sequences <= held and columns <= capacity:
             return
-        columns = self._roomy(columns) if columns > capacity else capacity
+        columns = self._roomy(columns, spare) if columns > capacity else capacity
         for index, array in enumerate(self._arrays):
             self._arrays[index] = _padded(array, max(held, sequences), columns)
 
-    def _roomy(self, columns: int) -> int:
-        """Capacity for so many columns and some that follow."""
-        room = columns + max(_COLUMNS_MIN, columns // 4)
+    def _roomy(self, columns: int, spare: float = _SPARE) -> int:
+        """Capacity for so many columns and some that follow, a share of them at least."""
+        room = columns + max(_COLUMNS_MIN, int(spare * columns))
         if columns >= 4 * _COLUMNS_STEP:  # of fewer columns a whole step would be too much
             room = max(room, columns + _COLUMNS_MIN + _COLUMNS_STEP - 1)
             room -= room % _COLUMNS_STEP
