@@ -19,9 +19,9 @@ from tests.soak.watch import (
 
 @pytest.mark.slow
 def test_no_wrong_row_and_nothing_left_while_everything_dies() -> None:
-    outcome = run(240, seed=1)
+    outcome = run(360, seed=1)
     found = report(outcome)
-    assert sum(sum(row.values()) for row in found["operations"].values()) == 240
+    assert sum(sum(row.values()) for row in found["operations"].values()) == 360
     assert {restart.place for _, restart in outcome.restarts} == set(PLACES)
     assert outcome.tokens_checked > 1000
     assert all(found["lookups"].values())
