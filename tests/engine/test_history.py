@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
 from mlx_lm.models.cache import KVCache
 
 from engine.kv.columns import CAPACITY_SHARE_MAX
@@ -22,6 +22,7 @@ from tests.support.histories import (
     HEADS,
     PRECISIONS,
     SETTINGS,
+    BatchMachine,
     Fed,
     Sequences,
     draw,
@@ -32,7 +33,7 @@ from tests.support.histories import (
 )
 
 
-class HistoryMachine(RuleBasedStateMachine):
+class HistoryMachine(BatchMachine):
     """Requests come, are fed, leave and are taken back, in every order."""
 
     @initialize(which=st.sampled_from(range(len(PRECISIONS))))
@@ -51,40 +52,6 @@ class HistoryMachine(RuleBasedStateMachine):
 
     def end(self, rows: Fed) -> int:
         return rows[0].shape[1]
-
-    @rule(seed=st.integers(0, 1000), data=st.data())
-    def feed(self, seed: int, data: st.DataObject) -> None:
-        count = len(self.sequences.rows)
-        lengths = data.draw(st.lists(st.integers(1, 70), min_size=count, max_size=count))
-        self.sequences.feed(seed, lengths)
-
-    @rule(seed=st.integers(0, 1000), steps=st.integers(1, 5))
-    def decode(self, seed: int, steps: int) -> None:
-        for step in range(steps):
-            self.sequences.feed(seed + step, [1] * len(self.sequences.rows))
-
-    @rule(seed=st.integers(0, 1000), lengths=st.lists(st.integers(0, 90), min_size=1, max_size=3))
-    def join(self, seed: int, lengths: list[int]) -> None:
-        other = self.fresh(len(lengths))
-        if any(lengths):
-            # A prompt has a row at least where others have one.
-            other.feed(seed, [max(1, length) for length in lengths])
-        self.sequences.cache.extend(other.cache)
-        self.sequences.rows += other.rows
-
-    @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
-        order = data.draw(st.permutations(range(len(self.sequences.rows))))
-        kept = order[: data.draw(st.integers(1, len(order)))]
-        self.sequences.cache.filter(kept)
-        self.sequences.rows = [self.sequences.rows[index] for index in kept]
-
-    @rule(data=st.data())
-    def part(self, data: st.DataObject) -> None:
-        """Taken out one by one and merged again, as requests that move to another batch."""
-        cache = self.sequences.cache
-        singles = [cache.extract(index) for index in range(len(self.sequences.rows))]
-        self.sequences.cache = singles[0].merge(singles)
 
     @rule()
     def split(self) -> None:

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant
 from mlx_lm.models.cache import RotatingKVCache
 
 from engine.kv.history import FULL, Precision
@@ -15,6 +15,7 @@ from tests.support.histories import (
     HEADS,
     PRECISIONS,
     SETTINGS,
+    BatchMachine,
     Fed,
     Sequences,
     draw,
@@ -26,7 +27,7 @@ from tests.support.histories import (
 WINDOW = 16
 
 
-class WindowMachine(RuleBasedStateMachine):
+class WindowMachine(BatchMachine):
     """The same rows in a batch of windows and in mlx-lm's RotatingKVCache, one for each request.
 
     After a prefill mlx-lm holds more than the window until the next token; the latest count.
@@ -42,38 +43,6 @@ class WindowMachine(RuleBasedStateMachine):
     def fresh(self, count: int) -> Sequences:
         singles = [WindowKVCache(self.precision, WINDOW, self.keep) for _ in range(count)]
         return Sequences(WindowKVCache.merge(singles), [none() for _ in range(count)])
-
-    @rule(seed=st.integers(0, 1000), data=st.data())
-    def feed(self, seed: int, data: st.DataObject) -> None:
-        count = len(self.sequences.rows)
-        lengths = data.draw(st.lists(st.integers(1, 40), min_size=count, max_size=count))
-        self.sequences.feed(seed, lengths)
-
-    @rule(seed=st.integers(0, 1000), steps=st.integers(1, 20))
-    def decode(self, seed: int, steps: int) -> None:
-        for step in range(steps):
-            self.sequences.feed(seed + step, [1] * len(self.sequences.rows))
-
-    @rule(seed=st.integers(0, 1000), lengths=st.lists(st.integers(0, 40), min_size=1, max_size=3))
-    def join(self, seed: int, lengths: list[int]) -> None:
-        other = self.fresh(len(lengths))
-        if any(lengths):
-            other.feed(seed, [max(1, length) for length in lengths])
-        self.sequences.cache.extend(other.cache)
-        self.sequences.rows += other.rows
-
-    @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
-        order = data.draw(st.permutations(range(len(self.sequences.rows))))
-        kept = order[: data.draw(st.integers(1, len(order)))]
-        self.sequences.cache.filter(kept)
-        self.sequences.rows = [self.sequences.rows[index] for index in kept]
-
-    @rule()
-    def part(self) -> None:
-        cache = self.sequences.cache
-        singles = [cache.extract(index) for index in range(len(self.sequences.rows))]
-        self.sequences.cache = singles[0].merge(singles)
 
     @invariant()
     def rows_are_those_of_mlx_lm(self) -> None:
@@ -147,3 +116,15 @@ def test_unlike_windows_do_not_share_a_batch() -> None:
         WindowKVCache.merge([WindowKVCache(FULL, 16), WindowKVCache(FULL, 16, 4)])
     with pytest.raises(ValueError, match="keep"):
         WindowKVCache(FULL, 4, 4)
+
+
+def test_windows_that_are_merged_take_no_more_than_their_rows() -> None:
+    singles = []
+    for seed in range(2):
+        single = WindowKVCache(FULL, WINDOW)
+        for step in range(4 * WINDOW):
+            rows = draw(100 * seed + step, HEADS, 1)
+            single.update_and_fetch(*(mx.array(part)[None] for part in rows))
+        singles.append(single)
+    merged = WindowKVCache.merge(singles)
+    assert merged.nbytes == sum(single.nbytes for single in singles)

@@ -6,6 +6,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from engine.kv.encoding import Affine, Encoding
 from engine.kv.history import FULL, BatchHistory, Precision
@@ -86,3 +88,50 @@ class Sequences:
 
 def none() -> Fed:
     return draw(0, HEADS, 0)
+
+
+class BatchMachine(RuleBasedStateMachine):
+    """Requests come, are fed, leave and are taken out, in every order, of any cache of a batch.
+
+    Who derives from it sets `sequences` first, and says how others that join are made.
+    """
+
+    sequences: Sequences
+
+    def fresh(self, count: int) -> Sequences:
+        """A batch of so many empty requests."""
+        raise NotImplementedError
+
+    @rule(seed=st.integers(0, 1000), data=st.data())
+    def feed(self, seed: int, data: st.DataObject) -> None:
+        count = len(self.sequences.rows)
+        lengths = data.draw(st.lists(st.integers(1, 70), min_size=count, max_size=count))
+        self.sequences.feed(seed, lengths)
+
+    @rule(seed=st.integers(0, 1000), steps=st.integers(1, 20))
+    def decode(self, seed: int, steps: int) -> None:
+        for step in range(steps):
+            self.sequences.feed(seed + step, [1] * len(self.sequences.rows))
+
+    @rule(seed=st.integers(0, 1000), lengths=st.lists(st.integers(0, 90), min_size=1, max_size=3))
+    def join(self, seed: int, lengths: list[int]) -> None:
+        other = self.fresh(len(lengths))
+        if any(lengths):
+            # A prompt has a row at least where others have one.
+            other.feed(seed, [max(1, length) for length in lengths])
+        self.sequences.cache.extend(other.cache)
+        self.sequences.rows += other.rows
+
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        order = data.draw(st.permutations(range(len(self.sequences.rows))))
+        kept = order[: data.draw(st.integers(1, len(order)))]
+        self.sequences.cache.filter(kept)
+        self.sequences.rows = [self.sequences.rows[index] for index in kept]
+
+    @rule()
+    def part(self) -> None:
+        """Taken out one by one and merged again, as requests that move to another batch."""
+        cache = self.sequences.cache
+        singles = [cache.extract(index) for index in range(len(self.sequences.rows))]
+        self.sequences.cache = singles[0].merge(singles)

@@ -95,6 +95,11 @@ class Window(History):
         """How many of `count` new rows of a sequence are not padding."""
         return count
 
+    def part(self, index: int = 0) -> tuple[list[mx.array], int]:
+        """As History's: the rows that are held, not all that there ever were."""
+        arrays, end = super().part(index)
+        return arrays, min(end, self.max_size)
+
     def make_mask(
         self, count: int, return_array: bool = False, window_size: int | None = None
     ) -> Any:
