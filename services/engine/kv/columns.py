@@ -134,12 +134,7 @@ class Columns:
         if other.empty and self.empty:
             return
         if self.empty:
-            shapes = [(first, *array.shape[1:]) for array in other._arrays]
-            blank = [
-                mx.zeros(shape, array.dtype)
-                for shape, array in zip(shapes, other._arrays, strict=True)
-            ]
-            self._arrays = blank
+            self._arrays = [mx.zeros((first, *a.shape[1:]), a.dtype) for a in other._arrays]
         # Every other sequence becomes as wide: the quarter waits until they grow.
         self._reserve(self.sequences, end, spare=0)
         for index, array in enumerate(self._arrays):

@@ -121,9 +121,8 @@ def choose(model: Any, config: KvConfig, rotate: bool) -> LiveCaches:
         n: f"groups of {group_size} do not divide its head sizes {widths[n]}"
         for n in widths.keys() - fitting
     }
-    # Tried as they are once they are quantized.
-    tried = replace(config, quantized_start=0)
-    packed, unpacked = _readable(LiveCaches(model, dict.fromkeys(fitting, precision), config=tried))
+    wanted = LiveCaches(model, dict.fromkeys(fitting, precision), config=config)
+    packed, unpacked = _readable(_at_once(wanted))
     reasons.update(unpacked)
     if not packed:
         why = f": {next(iter(reasons.values()))}" if reasons else ""
