@@ -1,14 +1,15 @@
 """`engine quality`: what each codec does to a model's predictions, on a real text."""
 
 import argparse
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from engine import backend, kvconfig, report
-from engine.config import PREFILL_STEPS
+from engine.config import PREFILL_STEPS, TURBO_CODECS
 from engine.flags import ConfigError, whole
 from engine.kvconfig import KvConfig
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from engine.kv.attention import Strategy
+    from engine.kv.codec import CodecPlan
     from engine.model import LoadedModel
     from engine.scoring import Policy, Score, Window
 
@@ -74,6 +76,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="a quantized live cache beside the codecs of the store; may be repeated "
         "(8, 4 and 8,4, unless codecs are asked for)",
     )
+    parser.add_argument(
+        "--kv-rotate", action="store_true", help="each --kv-bits once more, its rows rotated"
+    )
+    parser.add_argument(
+        "--turbo-keep-first",
+        type=whole(1),
+        metavar="K",
+        help="each turbo codec once more, with the first K tokens stored without loss",
+    )
     counts = (
         ("--prefix", PREFIX_DEFAULT, "tokens that are stored and attached in each window"),
         ("--scored", SCORED_DEFAULT, "tokens that are predicted in each window"),
@@ -112,10 +123,7 @@ def run(flags: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from None
     except NotCacheable as error:
         raise ConfigError(f"--model {flags.model}: cannot be stored: {error}") from None
-    policies: list[Policy] = [
-        scoring.StorePolicy(name, plan)
-        for name, plan in plans_of(flags.codec, layout, report.CODEC_FLAG).items()
-    ]
+    policies = _store_policies(flags, plans_of(flags.codec, layout, report.CODEC_FLAG))
     policies += _live_policies(flags, loaded, attention.DEFAULTS[device.name])
     windows = _windows(flags, loaded, text)
     step = PREFILL_STEPS[device.name].idle
@@ -124,6 +132,26 @@ def run(flags: argparse.Namespace) -> int:
         scores = scoring.score(loaded.model, windows, policies, full, step, advance)
     report.publish(flags, _title(flags.model, scores[0]), COLUMNS, scores, draw)
     return 0
+
+
+def _store_policies(flags: argparse.Namespace, plans: "Mapping[str, CodecPlan]") -> "list[Policy]":
+    """Raises ConfigError when tokens are to be kept and no codec keeps any."""
+    from engine.scoring import StorePolicy  # noqa: PLC0415
+    from engine.shelf import always  # noqa: PLC0415
+
+    policies: list[Policy] = []
+    keep_first = flags.turbo_keep_first
+    if keep_first and not plans.keys() & set(TURBO_CODECS):
+        raise ConfigError(
+            "--turbo-keep-first: no turbo codec is scored; add --codec turbo3, or leave it out"
+        )
+    for name, plan in plans.items():
+        policies.append(StorePolicy(name, always(plan)))
+        if keep_first and name in TURBO_CODECS:
+            policies.append(
+                StorePolicy(f"{name}, first {keep_first} kept", always(plan, keep_first))
+            )
+    return policies
 
 
 def _live_policies(
@@ -136,16 +164,19 @@ def _live_policies(
 
     routing.install(strategy)
     policies: list[Policy] = []
-    for bits in flags.kv_bits or ([] if flags.codec else KV_BITS_DEFAULT):
+    asked = flags.kv_bits or ([] if flags.codec else KV_BITS_DEFAULT)
+    if flags.kv_rotate and not asked:
+        raise ConfigError("--kv-rotate: no --kv-bits is scored; add --kv-bits 4, or leave it out")
+    for bits, rotate in itertools.product(asked, (False, True) if flags.kv_rotate else (False,)):
         if bits is None:
             raise ConfigError("--kv-bits none: full precision is always scored; leave it out")
         try:
-            caches = live.choose(loaded.model, KvConfig(bits), rotate=False)
+            caches = live.choose(loaded.model, KvConfig(bits), rotate)
         except ConfigError:
-            if flags.kv_bits:
+            if flags.kv_bits or rotate:
                 raise
             continue
-        name = f"kv-bits {bits[0]},{bits[1]}"
+        name = f"kv-bits {bits[0]},{bits[1]}" + rotate * " rotated"
         policies.append(scoring.LivePolicy(name, caches, probe(caches)))
     return policies
 

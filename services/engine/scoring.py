@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from engine.kv.codec import CodecPlan, plan_codec
+from engine.kv.codec import CodecPlan, CodecPolicy, plan_codec
 from engine.kv.layout import CacheLayout
 from engine.kv.live import LiveCaches
 from engine.shelf import Shelf, row_bytes
@@ -49,9 +49,8 @@ class Policy(Protocol):
     @property
     def name(self) -> str: ...
 
-    @property
-    def bytes_per_token(self) -> float:
-        """Of all layers."""
+    def bytes_per_token(self, rows: int) -> float:
+        """Of all layers, the mean of a prefix of so many rows."""
 
     def caches(self, prefix: Prefix) -> list[Any]:
         """A new cache for each layer, which holds the prefix; the model appends to them."""
@@ -62,11 +61,11 @@ class StorePolicy:
     """As the store gives it back: packed into records, then attached."""
 
     name: str
-    codec: CodecPlan
+    codec: CodecPolicy
 
-    @property
-    def bytes_per_token(self) -> float:
-        return row_bytes(self.codec)
+    def bytes_per_token(self, rows: int) -> float:
+        runs = self.codec.runs(rows, range(rows))
+        return sum(len(run) * row_bytes(codec) for codec, run in runs) / rows
 
     def caches(self, prefix: Prefix) -> list[Any]:
         shelf = Shelf(self.codec, len(prefix.tokens))
@@ -84,8 +83,7 @@ class LivePolicy:
     live: LiveCaches
     layout: CacheLayout
 
-    @property
-    def bytes_per_token(self) -> float:
+    def bytes_per_token(self, rows: int) -> float:
         # The store keeps these rows as they are.
         return row_bytes(plan_codec("none", self.layout))
 
@@ -162,8 +160,8 @@ def score(
         for policy, tally in zip(policies, tallies[1:], strict=True):
             tally.add(reference, _logprobs(model, policy.caches(prefix), window.rest), window)
         advance()
-    full_bytes = row_bytes(full)
-    names = [(FULL, float(full_bytes)), *((p.name, p.bytes_per_token) for p in policies)]
+    full_bytes, rows = row_bytes(full), len(windows[0].prefix)
+    names = [(FULL, float(full_bytes)), *((p.name, p.bytes_per_token(rows)) for p in policies)]
     dtype = full.layout.groups[0].parts[0].dtype
     return [
         Score(
@@ -177,7 +175,7 @@ def score(
             flip_rate=tally.flips / tally.tokens,
             tokens=tally.tokens,
             windows=len(windows),
-            prefix_tokens=len(windows[0].prefix),
+            prefix_tokens=rows,
         )
         for (name, bytes_per_token), tally in zip(names, tallies, strict=True)
     ]

@@ -21,25 +21,28 @@ _PAGE_BYTES: Final = 4096
 
 
 class Shelf:
-    """Room for `rows` rows in one codec: `put` once for each of `spans`, in order; then
-    `attachment` or `caches`, any number of times. On the MLX thread."""
+    """Room for `rows` rows: `put` once for each of `spans`, in order; then `attachment` or
+    `caches`, any number of times. On the MLX thread."""
 
-    def __init__(self, codec: CodecPlan, rows: int) -> None:
-        self.spans: Final = [
-            range(first, min(first + RECORD_ROWS, rows)) for first in range(0, rows, RECORD_ROWS)
+    def __init__(self, policy: CodecPolicy, rows: int) -> None:
+        runs = [
+            (codec, range(first, min(first + RECORD_ROWS, run.stop)))
+            for codec, run in policy.runs(rows, range(rows))
+            for first in range(run.start, run.stop, RECORD_ROWS)
         ]
-        self._codec = codec
-        self._policy = CodecPolicy(codec, plan_codec("none", codec.layout), 0)
+        self.spans: Final = [span for _, span in runs]
+        self._policy = policy
+        self._codecs = [codec for codec, _ in runs]
         # Whose rows they are is not asked here.
         self._paths = record.paths(b"", bytes(rows * record.TOKEN_BYTES), self.spans)
-        self._extents = [_touched(record.plan(codec.schema, len(span))) for span in self.spans]
+        self._extents = [_touched(record.plan(codec.schema, len(span))) for codec, span in runs]
         self._sources: list[Source] = []
 
     def put(self, layers: Sequence[Rows]) -> None:
         """Packs and writes the next span's rows; `layers` as for pack.pack."""
         number = len(self._sources)
         span, path, extent = self.spans[number], self._paths[number], self._extents[number]
-        packed = pack.pack(self._codec, layers, span.start)
+        packed = pack.pack(self._codecs[number], layers, span.start)
         assert packed.rows == len(span)
         written = pack.write([packed], span.start, len(span), path, extent)
         self._sources.append(Source(extent[:written], 0, len(span), path))
@@ -61,6 +64,11 @@ class Shelf:
             block.copy()
             block.decode()
         return attachment.caches()
+
+
+def always(codec: CodecPlan, keep_first: int = 0) -> CodecPolicy:
+    """Rows are encoded however few they are, but for the first ones that are kept lossless."""
+    return CodecPolicy(codec, plan_codec("none", codec.layout), 0, keep_first)
 
 
 def row_bytes(codec: CodecPlan) -> int:

@@ -16,7 +16,7 @@ import mlx.core as mx
 from engine.kv.codec import CodecPlan
 from engine.kv.encoding import PartShape
 from engine.kv.layout import CacheLayout, LayerGroup
-from engine.shelf import RECORD_ROWS, Shelf, row_bytes
+from engine.shelf import RECORD_ROWS, Shelf, always, row_bytes
 
 # A long run is measured in chunks of this much full precision: it is held packed and decoded.
 CHUNK_BYTES: Final = 128 << 20
@@ -165,7 +165,7 @@ def _run(codec: CodecPlan, shape: Shape, chunks: Sequence[range]) -> _Sums:
 
 
 def _chunk(codec: CodecPlan, shape: Shape, chunk: range, sums: _Sums) -> None:
-    shelf = Shelf(codec, len(chunk))
+    shelf = Shelf(always(codec), len(chunk))
     spans = [range(chunk.start + span.start, chunk.start + span.stop) for span in shelf.spans]
     for span in spans:
         layers = shape.rows(span)

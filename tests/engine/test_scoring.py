@@ -14,6 +14,7 @@ from engine.kv.layout import CacheLayout, probe
 from engine.kv.live import LiveCaches
 from engine.kv.names import plan_named
 from engine.scoring import FULL, Policy, Prefix, Score, StorePolicy, Window, cut, score
+from engine.shelf import always
 from tests.support.caches import sliced
 from tests.support.models import tiny_llama
 
@@ -43,7 +44,9 @@ class Live:
 
     bits: int
     name: str = "live"
-    bytes_per_token: float = 1.0
+
+    def bytes_per_token(self, rows: int) -> float:
+        return 1.0
 
     def caches(self, prefix: Prefix) -> list[Any]:
         made: list[Any] = [QuantizedKVCache(64, self.bits) for _ in prefix.layers]
@@ -53,7 +56,7 @@ class Live:
 
 
 def stored(of: CacheLayout, *names: str) -> list[Policy]:
-    return [StorePolicy(name, plan_named(name, of, "--codec")) for name in names]
+    return [StorePolicy(name, always(plan_named(name, of, "--codec"))) for name in names]
 
 
 def scores(
@@ -131,6 +134,19 @@ def test_a_live_cache_after_the_store_finds_the_rows_as_they_were(
     first = scores(model, of, windows, stored(of, "q4"))
     later = scores(model, of, windows, [Live(4), *stored(of, "q8", "none", "q4")])
     assert later["q4"] == first["q4"]
+
+
+def test_first_tokens_that_are_kept_are_lossless(
+    model: Any, of: CacheLayout, windows: list[Window]
+) -> None:
+    plan = plan_named("turbo1", of, "--codec")
+    kept = [StorePolicy(f"{n} kept", always(plan, n)) for n in (0, 4, PREFIX)]
+    found = scores(model, of, windows, [*kept, *stored(of, "turbo1")])
+    assert found["0 kept"].mean_kl == found["turbo1"].mean_kl > found["4 kept"].mean_kl
+    assert found[f"{PREFIX} kept"].mean_kl == pytest.approx(0, abs=1e-6)
+    full, turbo = found[FULL].bytes_per_token, found["turbo1"].bytes_per_token
+    expected = (4 * full + (PREFIX - 4) * turbo) / PREFIX
+    assert found["4 kept"].bytes_per_token == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("tokens", "count"), [(400, 3), (293, 1), (305, 2), (304, 1), (2000, 24)])

@@ -86,6 +86,11 @@ def test_a_flag_of_bench_kv_that_cannot_be_used_is_named(
         ("--prefix", "3000"),
         ("--scored", "none"),
         ("--windows", "0"),
+        ("--kv-bits", "7"),
+        ("--kv-bits", "none"),
+        ("--kv-rotate",),
+        ("--turbo-keep-first", "4"),
+        ("--turbo-keep-first", "0"),
         ("--model", "no/such/model"),
         ("--json", "."),
     ],
@@ -168,6 +173,23 @@ def test_quality_scores_a_text_of_the_users(
     assert rows[3]["mean_kl"] > rows[2]["mean_kl"] > 0
     assert picture.read_bytes().startswith(PNG)
     assert "top token flips" in capsys.readouterr().out
+
+
+def test_quality_scores_live_bits_rotations_and_kept_tokens(tmp_path: Path, model: Path) -> None:
+    path = tmp_path / "found.json"
+    sizes = ("--prefix", "40", "--scored", "8", "--windows", "2")
+    stored = ("--codec", "turbo2", "--turbo-keep-first", "10")
+    live = ("--kv-bits", "8", "--kv-bits", "4,8", "--kv-rotate")
+    assert run("quality", "--model", model, *sizes, *stored, *live, "--json", path) == 0
+    rows = {row["policy"]: row for row in rows_of(path)}
+    bits = ("kv-bits 8,8", "kv-bits 4,8")
+    rotated = tuple(f"{name} rotated" for name in bits)
+    assert rows.keys() == {"full", "turbo2", "turbo2, first 10 kept", *bits, *rotated}
+    full, turbo, kept = (row["bytes_per_token"] for row in list(rows.values())[:3])
+    assert kept == pytest.approx((10 * full + 30 * turbo) / 40)
+    for plain, turned in zip(bits, rotated, strict=True):
+        assert rows[plain]["bytes_per_token"] == rows[turned]["bytes_per_token"]
+        assert rows[plain]["mean_kl"] != rows[turned]["mean_kl"]
 
 
 def test_quality_has_a_text_of_its_own(tmp_path: Path, model: Path) -> None:

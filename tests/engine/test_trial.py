@@ -9,7 +9,7 @@ import pytest
 from engine import trial
 from engine.kv.codec import plan_codec
 from engine.kv.names import known, plan_named
-from engine.shelf import RECORD_ROWS, Shelf
+from engine.shelf import RECORD_ROWS, Shelf, always
 from engine.trial import Found, Shape, measure
 from tests.support.caches import held
 
@@ -103,7 +103,7 @@ def test_chunks_change_nothing_but_the_peak(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_shelf_gives_back_what_was_put_into_it() -> None:
-    shelf = Shelf(plan_codec("none", SHAPE.layout), TOKENS)
+    shelf = Shelf(always(plan_codec("none", SHAPE.layout)), TOKENS)
     assert [len(span) for span in shelf.spans] == [256, 256, 88]
     rows = [SHAPE.rows(span) for span in shelf.spans]
     for layers in rows:
