@@ -24,7 +24,7 @@ backend.prepare()
 
 import mlx.core as mx  # noqa: E402
 
-from engine.kv.attention import STRATEGIES, PackedHistory, attend  # noqa: E402
+from engine.kv.attention import STRATEGIES, Call, PackedHistory, attend  # noqa: E402
 from engine.kv.encoding import Affine  # noqa: E402
 
 GROUP_SIZE = 64
@@ -96,7 +96,7 @@ def attentions(
     found: dict[str, Attention] = {FULL_PRECISION: full_precision}
     for name in strategies:
         found[name] = lambda asked, strategy=STRATEGIES[name]: attend(
-            strategy, asked, *histories, scale, mask
+            strategy, Call(asked, *histories, scale, mask)
         )
     used = sum(array.nbytes for history in histories for array in history)
     return found, queries, used * columns // histories[0].capacity

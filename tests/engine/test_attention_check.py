@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import pytest
 
-from engine.kv.attention import STRATEGIES, DequantizeLayer, Mask, PackedHistory, Strategy
+from engine.kv.attention import STRATEGIES, Call, DequantizeLayer, PackedHistory, Strategy
 from engine.kv.attention_check import AttentionCheckFailed, Geometry, check
 from engine.kv.encoding import Affine
 
@@ -36,21 +36,8 @@ def failure(strategy: Strategy, geometry: Geometry) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Call:
-    """What a strategy is asked."""
-
-    queries: mx.array
-    keys: PackedHistory
-    values: PackedHistory
-    scale: float
-    mask: Mask
-    sinks: mx.array | None
-
-    def right(self) -> mx.array:
-        return DequantizeLayer().attend(
-            self.queries, self.keys, self.values, self.scale, self.mask, self.sinks
-        )
+def right(call: Call) -> mx.array:
+    return DequantizeLayer().attend(call)
 
 
 @dataclass(frozen=True)
@@ -60,46 +47,38 @@ class Planted:
     answer: Callable[[Call], mx.array]
     name: str = "planted"
 
-    def attend(
-        self,
-        queries: mx.array,
-        keys: PackedHistory,
-        values: PackedHistory,
-        scale: float,
-        mask: Mask,
-        sinks: mx.array | None,
-    ) -> mx.array:
-        return self.answer(Call(queries, keys, values, scale, mask, sinks))
+    def attend(self, call: Call) -> mx.array:
+        return self.answer(call)
 
 
 def only_the_first_head(call: Call) -> mx.array:
     """As quantized_matmul with a broadcast packed side on one backend."""
-    found = call.right()
+    found = right(call)
     others = mx.roll(found, call.queries.shape[1] // call.keys.heads, axis=1)
     return mx.concatenate([found[:, :1], others[:, 1:]], axis=1)
 
 
 def without_mask(call: Call) -> mx.array:
-    return replace(call, mask=None).right()
+    return right(replace(call, mask=None))
 
 
 def heedless_of_padding(call: Call) -> mx.array:
-    return replace(call, mask="causal" if call.queries.shape[2] > 1 else None).right()
+    return right(replace(call, mask="causal" if call.queries.shape[2] > 1 else None))
 
 
 def heedless_of_order(call: Call) -> mx.array:
-    return replace(call, mask=None).right() if isinstance(call.mask, str) else call.right()
+    return right(replace(call, mask=None)) if isinstance(call.mask, str) else right(call)
 
 
 def without_sinks(call: Call) -> mx.array:
-    return replace(call, sinks=None).right()
+    return right(replace(call, sinks=None))
 
 
 def changing_queries(call: Call) -> mx.array:
     """As mlx-lm does."""
     queries = call.queries
     queries *= call.scale
-    return replace(call, scale=1.0).right()
+    return right(replace(call, scale=1.0))
 
 
 def seeing_the_capacity(call: Call) -> mx.array:
@@ -107,12 +86,12 @@ def seeing_the_capacity(call: Call) -> mx.array:
         codes, scales, biases = history
         return PackedHistory((codes, scales, biases), history.encoding, history.capacity)
 
-    return replace(call, keys=whole(call.keys), values=whole(call.values), mask=None).right()
+    return right(replace(call, keys=whole(call.keys), values=whole(call.values), mask=None))
 
 
 def forgetting_small_weights(call: Call) -> mx.array:
     """Of a long history: as sums that are added up in 16 bits."""
-    return 0.6 * call.right() if call.keys.columns > 1000 else call.right()
+    return 0.6 * right(call) if call.keys.columns > 1000 else right(call)
 
 
 def with_the_bits_of_keys(call: Call) -> mx.array:
@@ -120,18 +99,18 @@ def with_the_bits_of_keys(call: Call) -> mx.array:
     codes, scales, biases = call.values
     misread = replace(call.values.encoding, bits=call.keys.encoding.bits, group_size=32)
     values = PackedHistory((codes, scales, biases), misread, call.values.columns)
-    return replace(call, values=values).right()
+    return right(replace(call, values=values))
 
 
 def mixing_rows(call: Call) -> mx.array:
     """Of a batch that was filtered, as a kernel that takes each buffer for its rows alone."""
-    return call.right()[::-1] if len(call.queries) == 2 and call.mask is not None else call.right()
+    return right(call)[::-1] if len(call.queries) == 2 and call.mask is not None else right(call)
 
 
 def no_number_where_nothing_is_seen(call: Call) -> mx.array:
     if not isinstance(call.mask, mx.array):
-        return call.right()
-    return mx.where(call.mask.any(axis=-1, keepdims=True), call.right(), mx.nan)
+        return right(call)
+    return mx.where(call.mask.any(axis=-1, keepdims=True), right(call), mx.nan)
 
 
 def not_implemented(call: Call) -> mx.array:
@@ -141,15 +120,15 @@ def not_implemented(call: Call) -> mx.array:
 def keys_taken_as_not_rotated(call: Call) -> mx.array:
     rotation = call.keys.encoding.rotation
     return (
-        call.right()
+        right(call)
         if rotation is None
-        else replace(call, queries=rotation.undo(call.queries)).right()
+        else right(replace(call, queries=rotation.undo(call.queries)))
     )
 
 
 def values_taken_as_not_rotated(call: Call) -> mx.array:
     rotation = call.values.encoding.rotation
-    return call.right() if rotation is None else rotation.apply(call.right())
+    return right(call) if rotation is None else rotation.apply(right(call))
 
 
 PLANTED: dict[Callable[[Call], mx.array], str] = {

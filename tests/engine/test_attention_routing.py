@@ -12,6 +12,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from engine.kv import routing
 from engine.kv.attention import (
+    Call,
     DequantizeLayer,
     Mask,
     PackedDecode,
@@ -101,7 +102,7 @@ def test_called_as_models_do(module: Any) -> None:
         found = module.scaled_dot_product_attention(
             queries(length), keys, values, cache=None, scale=0.1, mask=mask
         )
-        ours = attend(PackedMatmul(), queries(length), keys, values, 0.1, mask)
+        ours = attend(PackedMatmul(), Call(queries(length), keys, values, 0.1, mask))
         assert mx.array_equal(found, ours)
 
 
@@ -112,7 +113,7 @@ def test_sinks_come_here() -> None:
         found = base.scaled_dot_product_attention(
             queries(), keys, values, cache, 0.1, None, sinks=sinks
         )
-        ours = attend(PackedMatmul(), queries(), keys, values, 0.1, None, sinks)
+        ours = attend(PackedMatmul(), Call(queries(), keys, values, 0.1, sinks=sinks))
         assert mx.array_equal(found, ours)
 
 
@@ -122,7 +123,7 @@ def test_the_inner_function_alone_comes_here() -> None:
     with routing.counted() as count:
         found = OUTER(queries(), keys, values, QuantizedKVCache(), 0.1, None)
     assert count.calls == 1
-    assert mx.array_equal(found, attend(PackedMatmul(), queries(), keys, values, 0.1))
+    assert mx.array_equal(found, attend(PackedMatmul(), Call(queries(), keys, values, 0.1)))
 
 
 @pytest.mark.parametrize("length", [1, 5])
@@ -153,9 +154,9 @@ def test_installing_again_changes_the_strategy_alone() -> None:
     seen = []
 
     class Seen(PackedDecode):
-        def attend(self, *given: Any) -> mx.array:
-            seen.append(given)
-            return super().attend(*given)
+        def attend(self, call: Call) -> mx.array:
+            seen.append(call)
+            return super().attend(call)
 
     with routing.installed(DequantizeLayer()), routing.installed(Seen()):
         routing.install(Seen())

@@ -1,7 +1,7 @@
 """Attention over packed rows against attention in full precision over the same rows dequantized,
 written out in numpy."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.kv.attention import DEFAULTS, STRATEGIES, Mask, PackedHistory, Strategy, attend
+from engine.kv.attention import (
+    DEFAULTS,
+    STRATEGIES,
+    Call,
+    Mask,
+    PackedHistory,
+    Strategy,
+    attend,
+)
 from engine.kv.encoding import Affine
 from engine.kv.rotation import Rotation
 from engine.kvconfig import AFFINE_BITS, AFFINE_GROUP_SIZES
@@ -60,8 +68,9 @@ class Layer:
         codes, scales, biases = encoding.encode(random(shape, seed, self.dtype))
         return PackedHistory((codes, scales, biases), encoding, COLUMNS)
 
-    def sinks(self) -> mx.array:
-        return random((self.heads,), 4, self.dtype)
+    def call(self, mask: Mask = None, sinks: bool = False) -> Call:
+        given_sinks = random((self.heads,), 4, self.dtype) if sinks else None
+        return Call(self.queries(), *self.histories(), self.scale, mask, given_sinks)
 
 
 def random(shape: tuple[int, ...], seed: int, dtype: mx.Dtype = mx.float32) -> mx.array:
@@ -81,15 +90,9 @@ def dequantized(history: PackedHistory) -> Numbers:
     return numbers(rows)[:, :, : history.columns]
 
 
-def full_precision(
-    queries: mx.array,
-    keys: PackedHistory,
-    values: PackedHistory,
-    scale: float,
-    mask: Mask,
-    sinks: mx.array | None,
-) -> Numbers:
-    asked, known, told = numbers(queries), dequantized(keys), dequantized(values)
+def full_precision(call: Call) -> Numbers:
+    mask, sinks = call.mask, call.sinks
+    asked, known, told = numbers(call.queries), dequantized(call.keys), dequantized(call.values)
     batch, heads, length, _ = asked.shape
     columns = known.shape[2]
     added = np.zeros((batch, heads, length, columns))
@@ -97,14 +100,14 @@ def full_precision(
         added += np.where(np.tri(length, columns, columns - length, dtype=bool), 0, -np.inf)
     elif mask is not None:
         plain = np.array(mask)
-        if plain.ndim > 2 and plain.shape[-3] == keys.heads:
-            plain = plain.repeat(heads // keys.heads, axis=-3)
+        if plain.ndim > 2 and plain.shape[-3] == call.keys.heads:
+            plain = plain.repeat(heads // call.keys.heads, axis=-3)
         added += np.where(plain, 0, -np.inf) if plain.dtype == np.bool_ else plain
     attended = np.empty((batch, heads, length, told.shape[-1]))
     for head in range(heads):
-        kv_head = head // (heads // keys.heads)
+        kv_head = head // (heads // call.keys.heads)
         for row in range(batch):
-            scores = scale * asked[row, head] @ known[row, kv_head].T + added[row, head]
+            scores = call.scale * asked[row, head] @ known[row, kv_head].T + added[row, head]
             weights = np.exp(scores)
             total = weights.sum(axis=-1, keepdims=True)
             if sinks is not None:
@@ -115,11 +118,10 @@ def full_precision(
 
 def error(layer: Layer, strategy: Strategy, mask: Mask = None, sinks: bool = False) -> float:
     """Largest distance from full precision."""
-    queries, (keys, values) = layer.queries(), layer.histories()
-    given_sinks = layer.sinks() if sinks else None
-    found = attend(strategy, queries, keys, values, layer.scale, mask, given_sinks)
+    call = layer.call(mask, sinks)
+    found = attend(strategy, call)
     assert found.dtype == layer.dtype
-    expected = full_precision(queries, keys, values, layer.scale, mask, given_sinks)
+    expected = full_precision(call)
     assert found.shape == expected.shape
     return float(np.abs(numbers(found) - expected).max())
 
@@ -256,7 +258,8 @@ def test_16_bits_lose_nothing_of_a_long_history(strategy: Strategy, dtype: mx.Dt
     codes, scales, biases = encoding.encode(rows)
     history = PackedHistory((codes, scales, biases), encoding, columns)
     for length in (1, 2):
-        found = attend(strategy, mx.zeros((1, 1, length, 64), dtype), history, history, 1.0)
+        queries = mx.zeros((1, 1, length, 64), dtype)
+        found = attend(strategy, Call(queries, history, history, 1.0))
         expected = dequantized(history)[:, :, : columns - length + 1].mean(axis=2, keepdims=True)
         assert np.abs(numbers(found) - expected).max() < 0.02
 
@@ -289,16 +292,13 @@ each_kind = pytest.mark.parametrize("mask", EACH_KIND.values(), ids=EACH_KIND)
 def test_nobody_sees_the_capacity(
     strategy: Strategy, mask: Mask, sinks: bool, beyond: float
 ) -> None:
-    layer = Layer()
-    queries, (keys, values) = layer.queries(), layer.histories()
-    given_sinks = layer.sinks() if sinks else None
-    expected = attend(strategy, queries, keys, values, layer.scale, mask, given_sinks)
+    call = Layer().call(mask, sinks)
+    expected = attend(strategy, call)
     mx.eval(expected)
-    keys = replaced_beyond(keys, beyond)
+    call = replace(call, keys=replaced_beyond(call.keys, beyond))
     if np.isfinite(beyond):
-        values = replaced_beyond(values, beyond)
-    found = attend(strategy, queries, keys, values, layer.scale, mask, given_sinks)
-    assert mx.array_equal(found, expected)
+        call = replace(call, values=replaced_beyond(call.values, beyond))
+    assert mx.array_equal(attend(strategy, call), expected)
 
 
 @each_strategy
@@ -307,16 +307,15 @@ def test_nobody_sees_the_capacity(
 def test_a_query_that_sees_nothing_gives_numbers(
     strategy: Strategy, dtype: mx.Dtype, sinks: bool
 ) -> None:
-    layer = Layer(dtype=dtype)
-    queries, (keys, values) = 30 * layer.queries(), layer.histories()
+    call = Layer(dtype=dtype).call(sinks=sinks)
+    call = replace(call, queries=30 * call.queries)
     hidden = mx.zeros((BATCH, 1, 5, COLUMNS), mx.bool_)
     for mask in (
         hidden,
         mx.where(hidden, 0, mx.array(-mx.inf)),
         mx.where(hidden, 0, mx.array(mx.finfo(dtype).min)),
     ):
-        given_sinks = layer.sinks() if sinks else None
-        found = attend(strategy, queries, keys, values, layer.scale, mask, given_sinks)
+        found = attend(strategy, replace(call, mask=mask))
         # A mean of values, or nothing where there is a sink.
         assert mx.abs(found).max().item() < 6
 
@@ -325,13 +324,11 @@ def test_a_query_that_sees_nothing_gives_numbers(
 @each_kind
 @pytest.mark.parametrize("rotation", [None, Rotation(3)], ids=["", "rotated"])
 def test_inputs_stay_as_they_are(strategy: Strategy, mask: Mask, rotation: Rotation | None) -> None:
-    layer = Layer(Affine(8, 64, rotation), Affine(4, 32, rotation))
-    queries, (keys, values), sinks = layer.queries(), layer.histories(), layer.sinks()
-    inputs = [queries, *keys, *values, sinks]
-    if isinstance(mask, mx.array):
-        inputs.append(mask)
+    call = Layer(Affine(8, 64, rotation), Affine(4, 32, rotation)).call(mask, sinks=True)
+    given = [call.queries, *call.keys, *call.values, call.sinks, mask]
+    inputs = [array for array in given if isinstance(array, mx.array)]
     before = [np.array(array) for array in inputs]
-    mx.eval(attend(strategy, queries, keys, values, layer.scale, mask, sinks))
+    mx.eval(attend(strategy, call))
     for array, was in zip(inputs, before, strict=True):
         assert np.array_equal(np.array(array), was)
 
@@ -339,15 +336,14 @@ def test_inputs_stay_as_they_are(strategy: Strategy, mask: Mask, rotation: Rotat
 @each_strategy
 @pytest.mark.parametrize("length", [1, 5])
 def test_the_first_rows_of_a_larger_batch(strategy: Strategy, length: int) -> None:
-    layer = Layer(length=length)
-    queries, both = layer.queries(), layer.histories()
-    whole = attend(strategy, queries, *both, layer.scale)
+    call = Layer(length=length).call()
+    whole = attend(strategy, call)
     keys, values = (
         PackedHistory((codes[:1], scales[:1], biases[:1]), history.encoding, COLUMNS)
-        for history in both
+        for history in (call.keys, call.values)
         for codes, scales, biases in [history]
     )
-    first = attend(strategy, queries[:1], keys, values, layer.scale)
+    first = attend(strategy, replace(call, queries=call.queries[:1], keys=keys, values=values))
     assert mx.allclose(first, whole[:1], atol=1e-6).item()
 
 
@@ -357,16 +353,16 @@ def test_the_answer_can_depend_on_the_first_row_alone(strategy: Strategy) -> Non
     rows = 0.1 * random((1, 2, 300, 64), 0)
     rows[:, :, 0] = 5.0
     history = PackedHistory(tuple(Affine(8, 64).encode(rows)), Affine(8, 64), 300)  # type: ignore[arg-type]
-    found = attend(strategy, mx.ones((1, 6, 1, 64)), history, history, 1.0)
+    found = attend(strategy, Call(mx.ones((1, 6, 1, 64)), history, history, 1.0))
     assert mx.allclose(found, mx.full(found.shape, 5.0), atol=1e-3).item()
 
 
 def test_histories_of_different_lengths_are_an_error() -> None:
-    layer = Layer()
-    keys, values = layer.histories()
-    shorter = PackedHistory((values[0], values[1], values[2]), values.encoding, COLUMNS - 1)
+    call = Layer().call()
+    codes, scales, biases = call.values
+    shorter = PackedHistory((codes, scales, biases), call.values.encoding, COLUMNS - 1)
     with pytest.raises(AssertionError):
-        attend(STRATEGIES["dequantize"], layer.queries(), keys, shorter, layer.scale)
+        replace(call, values=shorter)
 
 
 def test_each_backend_has_a_default() -> None:

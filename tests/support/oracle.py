@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.kv import routing
-from engine.kv.attention import Mask, PackedHistory, Strategy
+from engine.kv.attention import Call, PackedHistory, Strategy
 
 Numbers = npt.NDArray[np.float64]
 
@@ -29,29 +29,22 @@ class Oracle:
 
     name: str = "oracle"
 
-    def attend(
-        self,
-        queries: mx.array,
-        keys: PackedHistory,
-        values: PackedHistory,
-        scale: float,
-        mask: Mask,
-        sinks: mx.array | None,
-    ) -> mx.array:
-        attended = self.asked.attend(queries, keys, values, scale, mask, sinks)
-        seen = _seen(mask, queries, keys.columns)
-        for row in range(queries.shape[0]):
+    def attend(self, call: Call) -> mx.array:
+        attended = self.asked.attend(call)
+        seen = _seen(call)
+        for row in range(call.queries.shape[0]):
             expected = _attend(
-                _numbers(queries[row]),
-                _rows(keys, row),
-                _rows(values, row),
-                scale,
+                _numbers(call.queries[row]),
+                _rows(call.keys, row),
+                _rows(call.values, row),
+                call.scale,
                 seen[row],
+                -np.inf if call.sinks is None else _numbers(call.sinks)[:, None, None],
             )
             off = float(np.abs(_numbers(attended[row]) - expected).max())
             self.worst = max(self.worst, off / max(1.0, float(np.abs(expected).max())))
         self.calls += 1
-        self.columns = max(self.columns, keys.columns)
+        self.columns = max(self.columns, call.keys.columns)
         return attended
 
 
@@ -76,8 +69,10 @@ def _rows(history: PackedHistory, row: int) -> Numbers:
     )
 
 
-def _seen(mask: Mask, queries: mx.array, columns: int) -> Any:
-    batch, _, length, _ = queries.shape
+def _seen(call: Call) -> Any:
+    """(B, 1 or heads, L, columns)."""
+    mask, columns = call.mask, call.keys.columns
+    batch, _, length, _ = call.queries.shape
     if mask is None:
         return np.ones((batch, 1, length, columns), bool)
     if isinstance(mask, str):
@@ -87,10 +82,14 @@ def _seen(mask: Mask, queries: mx.array, columns: int) -> Any:
     return np.broadcast_to(np.array(mask), (batch, mask.shape[1], length, columns))
 
 
-def _attend(queries: Numbers, keys: Numbers, values: Numbers, scale: float, seen: Any) -> Numbers:
+def _attend(
+    queries: Numbers, keys: Numbers, values: Numbers, scale: float, seen: Any, sinks: Any
+) -> Numbers:
     repeats = queries.shape[0] // keys.shape[0]
     keys, values = (np.repeat(rows, repeats, axis=0) for rows in (keys, values))
     scores = np.where(seen, scale * queries @ keys.swapaxes(-1, -2), -np.inf)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    attended: Numbers = weights / weights.sum(axis=-1, keepdims=True) @ values
+    largest = np.maximum(scores.max(axis=-1, keepdims=True), sinks)
+    weights = np.exp(scores - largest)
+    total = weights.sum(axis=-1, keepdims=True) + np.exp(sinks - largest)
+    attended: Numbers = weights / total @ values
     return attended

@@ -8,7 +8,7 @@ whether a strategy is right on this device is found out by `attention_check`.
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, Protocol, Self
 
 import mlx.core as mx
@@ -58,6 +58,26 @@ class PackedHistory(tuple[mx.array, mx.array, mx.array]):
         return int(self[0].shape[2])
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What mx.fast.scaled_dot_product_attention is asked, of rows that are packed.
+
+    Queries (B, query heads, L, key width), sinks (query heads,). Arrays of masks may also have a
+    head axis of KV heads, as in mlx-lm's quantized attention. No array may be changed.
+    """
+
+    queries: mx.array
+    keys: PackedHistory
+    values: PackedHistory
+    scale: float
+    mask: Mask = None
+    sinks: mx.array | None = None
+
+    def __post_init__(self) -> None:
+        assert self.keys.columns == self.values.columns, (self.keys.columns, self.values.columns)
+        assert self.queries.shape[1] % self.keys.heads == 0, (self.queries.shape, self.keys.heads)
+
+
 class Strategy(Protocol):
     """One way to compute attention over packed rows.
 
@@ -67,52 +87,33 @@ class Strategy(Protocol):
     @property
     def name(self) -> str: ...
 
-    def attend(
-        self,
-        queries: mx.array,
-        keys: PackedHistory,
-        values: PackedHistory,
-        scale: float,
-        mask: Mask,
-        sinks: mx.array | None,
-    ) -> mx.array:
-        """(B, query heads, L, value width) of queries (B, query heads, L, key width).
+    def attend(self, call: Call) -> mx.array:
+        """(B, query heads, L, value width).
 
         Rotations are the caller's: queries come rotated as the keys are, and what is returned is
         rotated as the values are. A mask is "causal" only for several queries; an added one is
-        finite and of the queries' dtype; the head axis of an array is 1 or query heads. Sinks
-        are (query heads,). No argument may be changed.
+        finite and of the queries' dtype; the head axis of an array is 1 or query heads.
         """
 
 
-def attend(
-    strategy: Strategy,
-    queries: mx.array,
-    keys: PackedHistory,
-    values: PackedHistory,
-    scale: float,
-    mask: Mask = None,
-    sinks: mx.array | None = None,
-) -> mx.array:
+def attend(strategy: Strategy, call: Call) -> mx.array:
     """As mx.fast.scaled_dot_product_attention of the rows that were packed. Lazy.
 
-    Arrays of masks may also have a head axis of KV heads, as in mlx-lm's quantized attention.
     Queries that see nothing give finite numbers that mean nothing.
     """
-    assert keys.columns == values.columns, (keys.columns, values.columns)
-    assert queries.shape[1] % keys.heads == 0, (queries.shape, keys.heads)
-    if keys.encoding.rotation is not None:
-        queries = keys.encoding.rotation.apply(queries)
-    mask = _plain_mask(mask, queries, keys.heads)
-    attended = strategy.attend(queries, keys, values, scale, mask, sinks)
-    if values.encoding.rotation is not None:
-        attended = values.encoding.rotation.undo(attended)
+    queries = call.queries
+    if call.keys.encoding.rotation is not None:
+        queries = call.keys.encoding.rotation.apply(queries)
+    attended = strategy.attend(replace(call, queries=queries, mask=_plain_mask(call)))
+    if call.values.encoding.rotation is not None:
+        attended = call.values.encoding.rotation.undo(attended)
     return attended
 
 
-def _plain_mask(mask: Mask, queries: mx.array, kv_heads: int) -> Mask:
+def _plain_mask(call: Call) -> Mask:
     """As strategies get it."""
-    _, heads, length, _ = queries.shape
+    mask, kv_heads = call.mask, call.keys.heads
+    _, heads, length, _ = call.queries.shape
     if mask is None or isinstance(mask, str):
         assert mask in (None, "causal"), mask
         return mask if length > 1 else None
@@ -121,7 +122,8 @@ def _plain_mask(mask: Mask, queries: mx.array, kv_heads: int) -> Mask:
     if mask.dtype == mx.bool_:
         return mask
     # A row of minus infinities has no softmax. Half of the range stays for the scores.
-    return mx.maximum(mask.astype(queries.dtype), mx.finfo(queries.dtype).min / 2)
+    dtype = call.queries.dtype
+    return mx.maximum(mask.astype(dtype), mx.finfo(dtype).min / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,29 +132,23 @@ class PackedMatmul:
 
     name: str = "packed-matmul"
 
-    def attend(
-        self,
-        queries: mx.array,
-        keys: PackedHistory,
-        values: PackedHistory,
-        scale: float,
-        mask: Mask,
-        sinks: mx.array | None,
-    ) -> mx.array:
-        batch, heads, length, width = queries.shape
+    def attend(self, call: Call) -> mx.array:
+        keys, values = call.keys, call.values
+        batch, heads, length, width = call.queries.shape
         # Query heads that share a KV head become rows of one matrix.
         folded = (batch, keys.heads, heads // keys.heads * length)
-        scores = _times((queries * scale).reshape(*folded, width), keys, transpose=True)
+        queries = (call.queries * call.scale).reshape(*folded, width)
+        scores = _times(queries, keys, transpose=True)
         scores = scores.reshape(batch, heads, length, keys.capacity)
-        scores = _visible(scores, mask, keys.columns)
+        scores = _visible(scores, call.mask, keys.columns)
         weights = mx.softmax(scores, axis=-1, precise=True)
         attended = _times(weights.reshape(*folded, values.capacity), values, transpose=False)
         attended = attended.reshape(batch, heads, length, -1)
-        if sinks is not None:
+        if call.sinks is not None:
             # A sink is one more score whose value is zero: it takes its part of the weights.
             total = mx.logsumexp(scores.astype(mx.float32), axis=-1, keepdims=True)
-            attended = attended * mx.sigmoid(total - sinks.astype(mx.float32)[:, None, None])
-        return attended.astype(queries.dtype)
+            attended = attended * mx.sigmoid(total - call.sinks.astype(mx.float32)[:, None, None])
+        return attended.astype(call.queries.dtype)
 
 
 def _times(rows: mx.array, history: PackedHistory, transpose: bool) -> mx.array:
@@ -250,22 +246,14 @@ class DequantizeLayer:
 
     name: str = "dequantize"
 
-    def attend(
-        self,
-        queries: mx.array,
-        keys: PackedHistory,
-        values: PackedHistory,
-        scale: float,
-        mask: Mask,
-        sinks: mx.array | None,
-    ) -> mx.array:
+    def attend(self, call: Call) -> mx.array:
         # Cut after dequantizing: packed arrays are whole wherever they go.
         rows_of: Any = [
             history.encoding.dequantize(history)[..., : history.columns, :]
-            for history in (keys, values)
+            for history in (call.keys, call.values)
         ]
         return mx.fast.scaled_dot_product_attention(
-            queries, *rows_of, scale=scale, mask=mask, sinks=sinks
+            call.queries, *rows_of, scale=call.scale, mask=call.mask, sinks=call.sinks
         )
 
 
@@ -275,17 +263,9 @@ class PackedDecode:
 
     name: str = "packed-decode"
 
-    def attend(
-        self,
-        queries: mx.array,
-        keys: PackedHistory,
-        values: PackedHistory,
-        scale: float,
-        mask: Mask,
-        sinks: mx.array | None,
-    ) -> mx.array:
-        strategy = PackedMatmul() if queries.shape[2] == 1 else DequantizeLayer()
-        return strategy.attend(queries, keys, values, scale, mask, sinks)
+    def attend(self, call: Call) -> mx.array:
+        strategy = PackedMatmul() if call.queries.shape[2] == 1 else DequantizeLayer()
+        return strategy.attend(call)
 
 
 STRATEGIES: Final[Mapping[str, Strategy]] = {
@@ -304,7 +284,8 @@ STRATEGIES: Final[Mapping[str, Strategy]] = {
 #                      dequantize              1.1            1.2
 #
 # With one query dequantizing is at best a third faster, for 8 bits, and takes five times the
-# memory of the packed rows for each layer; so packed. On GPUs not measured by this benchmark.
+# memory of the packed rows for each layer; so packed. On CUDA whole decode steps were measured
+# (`python -m benchmarks.decode`; docs/benchmarks.md has both). Metal is not measured yet.
 DEFAULTS: Final[Mapping[backend.Name, Strategy]] = {
     "cpu": PackedDecode(),
     "metal": PackedMatmul(),

@@ -12,7 +12,7 @@ from typing import Any, Final
 import mlx.core as mx
 import numpy as np
 
-from engine.kv.attention import Mask, PackedHistory, Strategy, attend
+from engine.kv.attention import Call, PackedHistory, Strategy, attend
 from engine.kv.encoding import Affine
 from engine.kv.rotation import Rotation
 
@@ -46,15 +46,14 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """`visible` is (B, 1, L, columns), and what `mask` says if that is an array."""
+    """`visible` is (B, 1, L, columns), and what the mask says if that is an array."""
 
     name: str
-    queries: mx.array
-    keys: PackedHistory
-    values: PackedHistory
+    call: Call
     visible: np.ndarray[Any, np.dtype[np.bool_]]
-    mask: Mask = None
-    sinks: mx.array | None = None
+
+    def masked(self, name: str, visible: np.ndarray[Any, np.dtype[np.bool_]]) -> "_Case":
+        return _Case(name, replace(self.call, mask=mx.array(visible)), visible)
 
 
 def check(strategy: Strategy, geometry: Geometry | None = None) -> None:
@@ -66,16 +65,14 @@ def check(strategy: Strategy, geometry: Geometry | None = None) -> None:
 
 
 def _check(strategy: Strategy, case: _Case, tolerance: float) -> None:
-    scale = 2 * case.queries.shape[-1] ** -0.5  # peaked: a wrong column is not lost in a mean
-    inputs = [case.queries, *case.keys, *case.values]
-    inputs += [array for array in (case.mask, case.sinks) if isinstance(array, mx.array)]
+    call = case.call
+    inputs = [call.queries, *call.keys, *call.values]
+    inputs += [array for array in (call.mask, call.sinks) if isinstance(array, mx.array)]
     before = [_bytes(array) for array in inputs]
-    expected = _reference(case, scale)
+    expected = _reference(case)
     what = f"attention over packed rows by {strategy.name}, {case.name}"
     try:
-        found = _numbers(
-            attend(strategy, case.queries, case.keys, case.values, scale, case.mask, case.sinks)
-        )
+        found = _numbers(attend(strategy, call))
     except Exception as error:  # not implemented on this backend, most likely
         raise AttentionCheckFailed(f"{what}: {type(error).__name__}: {error}") from error
     if [_bytes(array) for array in inputs] != before:
@@ -101,7 +98,8 @@ def _cases(geometry: Geometry) -> Iterator[_Case]:
         grouped = made.case(f"grouped, {queries}", batch=2, columns=37, length=length)
         yield grouped
         sinks = mx.linspace(-1, 3, geometry.heads).astype(geometry.dtype)
-        yield replace(grouped, name=f"sinks, {queries}", sinks=sinks)
+        with_sinks = replace(grouped.call, sinks=sinks)
+        yield _Case(f"sinks, {queries}", with_sinks, grouped.visible)
         yield made.case(f"a long history, {queries}", 1, _COLUMNS_LONG, length)
         yield made.masked(f"unequal histories, {queries}", length)
         yield made.filtered(f"a filtered batch, {queries}", length)
@@ -128,14 +126,14 @@ class _Maker:
         # Of a prompt each query sees one column more than the one before.
         ends = np.arange(columns - length, columns)[:, None]
         visible = np.broadcast_to(np.arange(columns) <= ends, (batch, 1, length, columns))
-        return _Case(
-            name,
+        call = Call(
             self._rows(batch, of.heads, length, of.key_width),
             self._history(of.keys, of.key_width, batch, columns),
             self._history(of.values, of.value_width, batch, columns),
-            visible,
-            "causal",
+            scale=2 * of.key_width**-0.5,  # peaked: a wrong column is not lost in a mean
+            mask="causal",
         )
+        return _Case(name, call, visible)
 
     def masked(self, name: str, length: int) -> _Case:
         """Rows with padding before and after their histories, and one that sees nothing."""
@@ -143,7 +141,7 @@ class _Maker:
         starts, ends = np.array([(0, 41), (30, 41), (0, 6), (0, 0)]).T[:, :, None, None, None]
         places = np.arange(41)
         visible = (starts <= places) & (places < ends) & case.visible
-        return replace(case, visible=visible, mask=mx.array(visible))
+        return case.masked(name, visible)
 
     def filtered(self, name: str, length: int) -> _Case:
         """Rows 2 and 1 of a batch of four, in buffers that have one more row."""
@@ -156,15 +154,13 @@ class _Maker:
             codes, scales, biases = (kept(array) for array in history)
             return PackedHistory((codes, scales, biases), history.encoding, history.columns)
 
-        visible = case.visible[[2, 1]]
-        return _Case(
-            name,
-            kept(case.queries),
-            kept_of(case.keys),
-            kept_of(case.values),
-            visible,
-            mx.array(visible),
+        call = replace(
+            case.call,
+            queries=kept(case.call.queries),
+            keys=kept_of(case.call.keys),
+            values=kept_of(case.call.values),
         )
+        return _Case(name, call, case.visible).masked(name, case.visible[[2, 1]])
 
     def _history(self, encoding: Affine, width: int, batch: int, columns: int) -> PackedHistory:
         # Sums that lose small numbers show where the numbers do not cancel out.
@@ -178,20 +174,21 @@ class _Maker:
         return mx.array(self._draw.normal(size=shape).astype(np.float32)).astype(self._of.dtype)
 
 
-def _reference(case: _Case, scale: float) -> _Numbers:
+def _reference(case: _Case) -> _Numbers:
     """Written out in numpy, of the rows as they were before a rotation."""
-    queries = _numbers(case.queries)
+    call = case.call
+    queries = _numbers(call.queries)
     keys, values = (
         np.repeat(
             _numbers(history.encoding.decode(history))[:, :, : history.columns],
             queries.shape[1] // history.heads,
             axis=1,
         )
-        for history in (case.keys, case.values)
+        for history in (call.keys, call.values)
     )
-    scores = scale * queries @ keys.swapaxes(-1, -2)
+    scores = call.scale * queries @ keys.swapaxes(-1, -2)
     scores = np.where(case.visible, scores, np.finfo(np.float32).min)
-    sinks = None if case.sinks is None else _numbers(case.sinks)[:, None, None]
+    sinks = None if call.sinks is None else _numbers(call.sinks)[:, None, None]
     largest = scores.max(axis=-1, keepdims=True)
     if sinks is not None:
         largest = np.maximum(largest, sinks)

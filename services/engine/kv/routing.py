@@ -15,7 +15,7 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx_lm.models import base
 
-from engine.kv.attention import PackedHistory, Strategy, attend
+from engine.kv.attention import Call, PackedHistory, Strategy, attend
 
 _Function = Callable[..., mx.array]
 
@@ -99,7 +99,7 @@ def _outer(
     sinks: mx.array | None = None,
 ) -> mx.array:
     if isinstance(keys, PackedHistory):
-        return _attend(queries, keys, values, scale, mask, sinks)
+        return _attend(Call(queries, keys, values, scale, mask, sinks))
     return _OUTER(queries, keys, values, cache, scale, mask, sinks)
 
 
@@ -114,19 +114,12 @@ def _inner(
 ) -> mx.array:
     # A model whose name for the outer function was not found comes here, if it has no sinks.
     if isinstance(q_keys, PackedHistory):
-        return _attend(queries, q_keys, q_values, scale, mask, None)
+        return _attend(Call(queries, q_keys, q_values, scale, mask))
     return _INNER(queries, q_keys, q_values, scale, mask, group_size, bits)
 
 
-def _attend(
-    queries: mx.array,
-    keys: PackedHistory,
-    values: PackedHistory,
-    scale: float,
-    mask: Any,
-    sinks: mx.array | None,
-) -> mx.array:
+def _attend(call: Call) -> mx.array:
     assert _state.strategy is not None
     for count in _state.counts:
         count.calls += 1
-    return attend(_state.strategy, queries, keys, values, scale, mask, sinks)
+    return attend(_state.strategy, call)
