@@ -11,7 +11,7 @@ from types import FrameType
 from typing import NoReturn
 
 from cachestore import endpoint
-from engine import config, signals
+from engine import config, kvflags, signals
 from engine.config import Listen, parse_listen
 from engine.flags import ConfigError, bias, utf8, whole
 from engine.remote import EngineAway, EngineProcess, connect, model_of
@@ -26,8 +26,8 @@ _SAMPLING = (
 )
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags that say whom to ask, and how to sample."""
+def add_asking_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags that say whom to ask, how one that is started holds rows, and how to sample."""
     parser.add_argument(
         "--engine", metavar="ADDRESS", help="unix:PATH or HOST:PORT (default: ours)"
     )
@@ -64,6 +64,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         metavar="TOKEN=X",
         help="added to the logit of this token id; may be given again for others",
     )
+    kvflags.add_flags(parser)
 
 
 def request_of(flags: argparse.Namespace, prompt: pb.Prompt) -> pb.GenerateRequest:
@@ -83,10 +84,13 @@ def request_of(flags: argparse.Namespace, prompt: pb.Prompt) -> pb.GenerateReque
 def answering(flags: argparse.Namespace) -> Iterator[engine_pb2_grpc.EngineStub]:
     """An engine that answers while the body runs: the running one, or, unless --engine names one,
     one that ends with the body. Raises EngineAway, ConfigError and EndpointError."""
-    if flags.engine is not None and flags.model is not None:
-        raise ConfigError("--engine starts nothing that --model could name; leave --model out")
+    if flags.engine is not None:
+        if flags.model is not None:
+            raise ConfigError("--engine starts nothing that --model could name; leave --model out")
+        kvflags.refuse(flags, "--engine starts no engine")
     address = f"unix:{endpoint.engine_socket()}" if flags.engine is None else flags.engine
     listen = parse_listen(address, "--engine")
+    words = kvflags.serve_words(flags.model or config.MODEL_DEFAULT, listen, flags)
     with contextlib.ExitStack() as stack:
         found = model_of(listen)
         if found is not None and flags.model not in (None, found.name):
@@ -94,16 +98,17 @@ def answering(flags: argparse.Namespace) -> Iterator[engine_pb2_grpc.EngineStub]
                 f"the engine at {listen} serves {found.name}, not {flags.model}: leave --model "
                 "out to ask it, or end it first"
             )
-        if found is None:
+        if found is not None:
+            kvflags.refuse(flags, f"an engine runs already at {listen}")
+        else:
             if flags.engine is not None:
                 raise EngineAway(
                     f"no engine answers at {listen}; start one: engine serve --model MODEL "
                     f"--listen {listen}"
                 )
-            model = flags.model or config.MODEL_DEFAULT
             for number in (signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, _leave)
-            started = EngineProcess(listen, ["--model", model, "--log-level", "warning"])
+            started = EngineProcess(listen, [*words, "--log-level", "warning"])
             stack.callback(started.stop)
             started.wait_ready()
         yield stack.enter_context(connect(listen))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import grpc
 from rich.console import Console
 
-from engine.ask import Reply, add_sampling_flags, answering, request_of
+from engine.ask import Reply, add_asking_flags, answering, request_of
 from engine.flags import ConfigError
 from engine.remote import EngineAway
 from engine.v1 import engine_pb2 as pb
@@ -16,7 +16,7 @@ from engine.v1 import engine_pb2_grpc
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_sampling_flags(parser)
+    add_asking_flags(parser)
     parser.set_defaults(run=run)
 
 

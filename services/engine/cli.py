@@ -7,7 +7,7 @@ import sys
 
 from cachestore import endpoint
 from cachestore.flags import Parser
-from engine import __version__, backend, bench_kv, chat, config, generate, quality, serve
+from engine import __version__, backend, bench_kv, chat, config, generate, kvflags, quality, serve
 from engine.flags import ConfigError
 
 EXIT_USAGE = 2
@@ -66,6 +66,7 @@ def _add_log_level(parser: argparse.ArgumentParser, default: str) -> None:
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=config.MODEL_DEFAULT)
+    kvflags.add_flags(parser)
     parser.add_argument("--json", action="store_true", help="a list of objects instead of a table")
     _add_log_level(parser, "warning")
     parser.set_defaults(run=_demo)
@@ -74,4 +75,4 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 def _demo(options: argparse.Namespace) -> int:
     from engine import demo  # noqa: PLC0415
 
-    return demo.run(options.model, options.json)
+    return demo.run(options)

@@ -4,6 +4,7 @@ Everything runs in a private directory, so that the first question is cold whate
 own cachestore holds; the engine starts the cachestore itself, as it does for anybody.
 """
 
+import argparse
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cachestore.client import Client, StoreUnavailable
+from engine import kvflags
 from engine.ask import ask
 from engine.config import Listen
 from engine.remote import EngineAway, EngineProcess
@@ -62,12 +64,12 @@ def document() -> str:
     return "\n".join(lines)
 
 
-def run(model: str, as_json: bool) -> int:
-    """Run the demo; the exit code."""
+def run(flags: argparse.Namespace) -> int:
+    """Run the demo; the exit code. Raises ConfigError."""
     console = Console(stderr=True)
     directory = Path(tempfile.mkdtemp(prefix="mlx-cachestore-demo-", dir=_short_tmp()))
     try:
-        phases = _phases(model, directory, lambda text: console.print(text, highlight=False))
+        phases = _phases(flags, directory, lambda text: console.print(text, highlight=False))
     except (EngineAway, StoreUnavailable) as error:
         print(f"error: {error}", file=sys.stderr)
         _show_log(directory / "engine.log")
@@ -78,26 +80,28 @@ def run(model: str, as_json: bool) -> int:
     finally:
         _end_cachestore(directory)
         shutil.rmtree(directory, ignore_errors=True)
-    if as_json:
+    if flags.json:
         print(json.dumps([asdict(phase) for phase in phases], indent=2))
     else:
         Console().print(_table(phases))
     return 0
 
 
-def _phases(model: str, directory: Path, say: Callable[[str], None]) -> list[Phase]:
+def _phases(flags: argparse.Namespace, directory: Path, say: Callable[[str], None]) -> list[Phase]:
     listen = Listen(directory / "engine.sock", None)
     environment = {"MLX_CACHESTORE_RUNTIME_DIR": str(directory)}
-    arguments = ["--model", model]
+    arguments = kvflags.serve_words(flags.model, listen, flags)
     phases = []
     with (directory / "engine.log").open("ab") as log:
-        say(f"Starting an engine with {model}; it starts a cachestore ...")
+        say(f"Starting an engine with {flags.model}; it starts a cachestore ...")
         # What the engine says goes to the terminal the first time: it may have to download.
         engine = EngineProcess(
             listen, [*arguments, "--log-level", "warning"], environment=environment
         )
         try:
-            engine.wait_ready()
+            reason = engine.wait_ready().not_cached_reason
+            if reason:
+                raise EngineAway(f"there is nothing to show, for nothing is stored: {reason}")
             for phase, question in QUESTIONS:
                 if phase == "restart":
                     say("Killing the engine (SIGKILL) and starting another ...")

@@ -6,7 +6,7 @@ import sys
 
 import grpc
 
-from engine.ask import Answer, Reply, add_sampling_flags, answering, request_of
+from engine.ask import Answer, Reply, add_asking_flags, answering, request_of
 from engine.flags import ConfigError, utf8, whole
 from engine.remote import EngineAway
 from engine.v1 import engine_pb2 as pb
@@ -16,7 +16,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "prompt", type=utf8, help="the user's message; - reads it from standard input"
     )
-    add_sampling_flags(parser)
+    add_asking_flags(parser)
     parser.add_argument("--raw", action="store_true", help="text to continue, not a chat message")
     parser.add_argument(
         "--logprobs",

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from engine import cli
-from engine.ask import add_sampling_flags, request_of
+from engine.ask import add_asking_flags, request_of
 from engine.v1 import engine_pb2 as pb
 from tests.support.served import Served
 
@@ -15,7 +15,7 @@ PROMPT = pb.Prompt(text="hello")
 
 def asked(*words: str) -> pb.GenerateRequest:
     parser = argparse.ArgumentParser()
-    add_sampling_flags(parser)
+    add_asking_flags(parser)
     return request_of(parser.parse_args(words), PROMPT)
 
 

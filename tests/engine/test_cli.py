@@ -1,11 +1,14 @@
 """Flags that cannot be used, in this process; tests/system/test_commands.py runs the commands."""
 
+import argparse
 import io
 import sys
+from pathlib import Path
 
 import pytest
 
-from engine import cli
+from engine import chat, cli, kvflags, serve
+from engine.config import EngineConfig, parse_listen
 
 ASK = ("generate", "hello", "--engine", "unix:/tmp/nobody-is-here.sock")
 SERVE = ("serve", "--model", "no/such/folder")
@@ -49,6 +52,76 @@ def test_a_value_that_cannot_be_used_is_named(
     assert code == 2
     assert words[-2] in said
     assert "invalid _" not in said
+
+
+@pytest.mark.parametrize(
+    "command", [("serve", "--model", "m"), ASK[:2], ("chat",), ("demo",)], ids=lambda c: c[0]
+)
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--kv-bits", "7"), "--kv-bits 7: no such bits; use 2, 3"),
+        (("--kv-bits", "8.5"), "--kv-bits: '8.5' is none of none, N and K,V"),
+        (("--kv-bits", "8", "--kv-group-size", "48"), "--kv-group-size 48: no such group"),
+        (("--kv-bits", "8", "--cache-codec", "q8"), "--cache-codec would have no effect"),
+        (("--kv-bits", "8", "--quantized-kv-start", "9"), "needs --max-batch 1"),
+        (("--quantized-kv-start", "9"), "--quantized-kv-start would have no effect"),
+        (("--max-kv-size", "4"), "--max-kv-size 4: the first 4 rows"),
+        (("--cache-codec", "q9"), "--cache-codec 'q9': no such codec"),
+        (("--cache-codec", "none", "--kv-rotate"), "--kv-rotate would have no effect"),
+        (("--turbo-keep-first", "4"), "--turbo-keep-first would have no effect"),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
+)
+def test_whatever_starts_an_engine_knows_how_rows_cannot_be_held(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    command: tuple[str, ...],
+    words: tuple[str, ...],
+    named: str,
+) -> None:
+    monkeypatch.setenv("MLX_CACHESTORE_RUNTIME_DIR", str(tmp_path))
+    code, said = run(capsys, *command, *words)
+    assert code == 2
+    assert named in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", [ASK, ("chat", *ASK[2:])], ids=["generate", "chat"])
+def test_how_rows_are_held_is_not_for_an_engine_that_is_named(
+    capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    code, said = run(capsys, *command, "--cache-codec", "q4")
+    assert code == 2
+    assert said == (
+        "error: --cache-codec would have no effect: --engine starts no engine; leave it out"
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--kv-bits", "none", "--cache-codec", "none"),
+        *[("--kv-bits", bits, "--kv-group-size", "32", "--kv-rotate") for bits in ("8", "8,4")],
+        ("--kv-bits", "4", "--quantized-kv-start", "100", "--max-batch", "1"),
+        ("--kv-bits", "4", "--max-kv-size", "128"),
+        ("--cache-codec", "q4", "--cache-min-quantize-tokens", "0", "--kv-rotate"),
+        ("--cache-codec", "turbo3", "--turbo-keep-first", "0"),
+    ],
+    ids=" ".join,
+)
+def test_an_engine_that_is_started_is_told_what_was_said(words: tuple[str, ...]) -> None:
+    listen = parse_listen("127.0.0.1:0")
+    asking, serving = argparse.ArgumentParser(), argparse.ArgumentParser()
+    chat.add_flags(asking)
+    serve.add_flags(serving)
+    passed_on = kvflags.serve_words("m", listen, asking.parse_args(words))
+    settings = serve.settings_of(serving.parse_args([*passed_on, "--listen", str(listen)]))
+    said = serving.parse_args(["--model", "m", "--listen", str(listen), *words])
+    assert settings == serve.settings_of(said)
+    assert bool(words) == (settings != EngineConfig("m", listen))
 
 
 @pytest.mark.parametrize("prompt", ["h\udcffi", "-"])

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.daemons import Cachestore, end_store
 from tests.support.engines import ids, start_engine
-from tests.support.models import save_tiny_model
+from tests.support.models import llama_config, mamba2_config, save_tiny_model
 
 LONG_PATH = "/tmp/" + "d" * 100
 
@@ -104,22 +104,42 @@ def test_an_engine_that_serves_another_model_is_not_asked(
 
 def test_generate_starts_an_engine_when_none_runs(directory: Path) -> None:
     model = save_tiny_model(directory / "model")
-    result = run(
-        directory,
-        "engine",
-        "generate",
-        "Hello",
-        "--max-tokens",
-        "3",
-        "--model",
-        str(model),
-        "--json",
-    )
+    command = ("engine", "generate", "Hello", "--max-tokens", "3", "--json")
+    result = run(directory, *command, "--model", str(model), "--kv-bits", "8,4")
     assert json.loads(result.stdout)["completion_tokens"] >= 1
     assert not (directory / "engine.sock").exists()
     stats = json.loads(run(directory, "cachestore-admin", "stats", "--json").stdout)
     end_store(directory)
     assert stats["sessions"] == 0
+    # In full precision a token has 2,048 bytes.
+    assert stats["tokens"] > 10
+    assert stats["bytes_used"] < 1024 * stats["tokens"]
+
+
+def test_a_flag_that_the_model_cannot_have_is_named_by_the_engine_that_generate_starts(
+    directory: Path,
+) -> None:
+    model = save_tiny_model(directory / "model", llama_config(head_dim=80))
+    command = ("engine", "generate", "Hello", "--model", str(model))
+    result = run(directory, *command, "--kv-bits", "8", "--kv-group-size", "32")
+    assert result.returncode == 1
+    assert "error: --kv-group-size 32: divides no head size" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_how_rows_are_held_is_not_for_an_engine_that_runs(directory: Path) -> None:
+    with start_engine(directory, save_tiny_model(directory / "model"), "--cachestore", "off"):
+        result = run(directory, "engine", "generate", "Hello", "--kv-bits", "8")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: --kv-bits would have no effect: an engine runs already")
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_demo_of_a_store_that_is_not_used_is_an_error(directory: Path) -> None:
+    model = save_tiny_model(directory / "model", mamba2_config())
+    result = run(directory, "engine", "demo", "--model", str(model))
+    assert result.returncode == 1
+    assert "error: there is nothing to show, for nothing is stored: " in result.stderr
 
 
 @pytest.mark.real_model
