@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 from mlx_lm.models.cache import RotatingKVCache
 
-from engine.kv.history import FULL, Precision
+from engine.kv.history import FULL, JoiningKVCache, Precision
 from engine.kv.rotating import WindowKVCache
 from tests.support.histories import (
     HEADS,
@@ -23,6 +23,7 @@ from tests.support.histories import (
     none,
     precision_id,
 )
+from tests.support.models import gemma3n_config, gemma4_config, tiny_model
 
 WINDOW = 16
 
@@ -128,3 +129,25 @@ def test_windows_that_are_merged_take_no_more_than_their_rows() -> None:
         singles.append(single)
     merged = WindowKVCache.merge(singles)
     assert merged.nbytes == sum(single.nbytes for single in singles)
+
+
+@pytest.mark.parametrize("config", [gemma3n_config, gemma4_config])
+def test_layers_that_read_the_rows_of_another_see_what_it_sees(config: Any) -> None:
+    """Of several new rows each sees more than the window holds afterwards."""
+    model = tiny_model(config(window=WINDOW))
+    theirs: list[Any] = model.make_cache()
+    ours = [
+        WindowKVCache(FULL, cache.max_size, cache.keep)
+        if isinstance(cache, RotatingKVCache)
+        else JoiningKVCache.of(FULL)
+        for cache in theirs
+    ]
+    assert len(ours) < len(model.layers)
+    tokens = np.random.default_rng(0).integers(0, 256, 60)
+    for first, end in ((0, 12), (12, 40), (40, 41), (41, 59), (59, 60)):
+        chunk = mx.array(tokens[None, first:end])
+        found, expected = (model(chunk, cache=caches) for caches in (ours, theirs))
+        assert mx.abs(found - expected).max().item() < 1e-4
+        # When the pass is over, what was seen is gone.
+        mx.eval([cache.state for cache in ours])
+        assert ours[0].keys_and_values()[0].shape[2] == min(end, WINDOW)

@@ -75,6 +75,84 @@ def gemma3_config(window: int = 16, layers: int = 4, **overrides: Any) -> Config
     }
 
 
+def gemma3n_config(window: int = 16, **overrides: Any) -> Config:
+    """Windows and layers that see everything by turns; the last two read the rows of others."""
+    text = {
+        **llama_config(kv_heads=1, layers=4),
+        "model_type": "gemma3n_text",
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": window,
+        "rope_local_base_freq": 10000.0,
+        "final_logit_softcapping": 30.0,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "vocab_size_per_layer_input": VOCABULARY_TOKENS,
+        "hidden_size_per_layer_input": 32,
+        "altup_num_inputs": 2,
+        "altup_coef_clip": 120.0,
+        "altup_correct_scale": True,
+        "altup_active_idx": 0,
+        "laurel_rank": 8,
+        **overrides,
+    }
+    return {"model_type": "gemma3n", "text_config": text, "eos_token_id": 258}
+
+
+def gemma4_config(window: int = 16, **overrides: Any) -> Config:
+    """As gemma3n_config, with heads of two sizes."""
+    return {
+        **llama_config(kv_heads=1, layers=4),
+        "model_type": "gemma4_text",
+        "global_head_dim": 128,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": window,
+        "vocab_size_per_layer_input": VOCABULARY_TOKENS,
+        "hidden_size_per_layer_input": 32,
+        "tie_word_embeddings": True,
+        **overrides,
+    }
+
+
+def gpt_oss_config(window: int = 16, **overrides: Any) -> Config:
+    """Windows and layers that see everything by turns, with attention sinks; experts in each."""
+    return {
+        **llama_config(),
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": window,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 2.0,
+            "original_max_position_embeddings": CONTEXT_TOKENS // 2,
+        },
+        **overrides,
+    }
+
+
+def deepseek_config(version: int, **overrides: Any) -> Config:
+    """Latent attention: version 2 caches keys wider than values, version 3 the latent itself."""
+    return {
+        **llama_config(kv_heads=4),
+        "model_type": f"deepseek_v{version}",
+        "kv_lora_rank": 64,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 64,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 2.0,
+            "original_max_position_embeddings": CONTEXT_TOKENS // 2,
+            "mscale": 1.0,
+            "mscale_all_dim": 0,
+        },
+        **overrides,
+    }
+
+
 def mamba2_config(layers: int = 2, **overrides: Any) -> Config:
     return {
         "model_type": "mamba2",
@@ -281,6 +359,8 @@ def _weight(name: str, array: mx.array, key: mx.array) -> mx.array:
     last = name.rsplit(".", 1)[-1]
     if last == "A_log":
         return mx.full(array.shape, -5.0)
+    if last == "sinks":
+        return mx.random.normal(array.shape, key=key)
     if array.ndim < 2:
         return 2.0 * array if "q_norm" in name else array
     scale = array.shape[-1] ** -0.5

@@ -28,6 +28,9 @@ class Window(History):
 
     max_size: int
     keep: int
+    # What several new rows saw, which may be more than the window holds now: for other layers of
+    # the same forward pass.
+    _given: tuple[Any, Any] | None
 
     def __init__(
         self, precision: Precision, ends: Sequence[int], max_size: int, keep: int = 0
@@ -41,6 +44,7 @@ class Window(History):
         """As History; of several new rows each still sees what the window held before it."""
         count = keys.shape[2]
         rows = self.precision.encode(keys, values)
+        self._given = None
         if self._in_place(count):
             self._columns.write([self._place(end) for end in self._ends], rows)
             self._ends = [end + 1 for end in self._ends]
@@ -51,7 +55,13 @@ class Window(History):
             seen = [mx.concatenate(list(pair), axis=2) for pair in zip(before, rows, strict=True)]
         self._write_latest(rows, count)
         self._ends = [end + count for end in self._ends]
-        return handed(self.precision, seen, seen[0].shape[2])
+        self._given = handed(self.precision, seen, seen[0].shape[2])
+        return self._given
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """What is held; until the end of a forward pass, what its `update_and_fetch` gave, for
+        layers that read the rows of another one."""
+        return self._given or super().keys_and_values()
 
     def _write_latest(self, rows: Sequence[mx.array], count: int) -> None:
         """Write those of the new rows that the window is to hold."""
@@ -131,6 +141,9 @@ class Window(History):
 
     @property
     def state(self) -> Any:
+        # The forward pass is over when mlx-lm asks for what it is to evaluate; held any longer,
+        # the rows that each layer saw would all be in memory at once.
+        self._given = None
         return self._columns.arrays, self._ends, self.precision, self.max_size, self.keep
 
     @state.setter
@@ -138,6 +151,7 @@ class Window(History):
         arrays, ends, self.precision, self.max_size, self.keep = value
         self._ends = list(ends)
         self._columns = Columns(len(self._ends), arrays, limit=self.max_size)
+        self._given = None
 
     def is_trimmable(self) -> bool:
         """Only until rows have been overwritten."""
