@@ -136,7 +136,7 @@ def writes(shape: Shape, context: int, steps: int = 10) -> Iterator[Row]:
                 left,
                 context,
                 step_seconds=took / steps,
-                kv_bytes=cache.nbytes_held,
+                kv_bytes=row_bytes(shape, precision) * sum(cache.offset.tolist()),
                 kv_allocated_bytes=cache.nbytes,
                 peak_bytes=peak,
                 note="in place" if copied < 0.1 else f"COPIES {copied:.0%} of the cache",

@@ -18,6 +18,7 @@ from engine.kv.history import (
     Precision,
     QuantizedKVCache,
 )
+from engine.kvconfig import AFFINE_BITS
 from tests.support.histories import (
     HEADS,
     PRECISIONS,
@@ -113,6 +114,32 @@ def test_a_quantized_cache_is_made_from_mlx_lms(precision: Precision) -> None:
         assert np.array_equal(np.array(ours), np.array(theirs))
 
 
+@pytest.mark.parametrize("bits", [*AFFINE_BITS, (3, 6), (5, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("widths", "group_size"),
+    [
+        ((64, 64), 64),
+        ((96, 96), 32),
+        ((128, 128), 128),
+        ((256, 256), 128),
+        ((192, 128), (64, 128)),
+        ((96, 256), (32, 64)),
+    ],
+)
+def test_a_quantized_cache_of_any_bits_and_widths(
+    bits: int | tuple[int, int], widths: tuple[int, int], group_size: int | tuple[int, int]
+) -> None:
+    cache = QuantizedKVCache(bits, group_size)
+    rows = [mx.random.normal((1, HEADS, 9, width), key=mx.random.key(width)) for width in widths]
+    cache.update_and_fetch(*(part[:, :, :5] for part in rows))
+    cache.update_and_fetch(*(part[:, :, 5:] for part in rows))
+    pairs = [pair if isinstance(pair, tuple) else (pair, pair) for pair in (bits, group_size)]
+    for found, part, b, size in zip(cache.dequantize(), rows, *pairs, strict=True):
+        packed = mx.quantize(part, group_size=size, bits=b)
+        expected = mx.dequantize(*packed, group_size=size, bits=b)
+        assert mx.abs(found - expected).max().item() < 1e-6
+
+
 def test_left_padding_is_not_held() -> None:
     cache = BatchKVCache(FULL, [0, 3])
     keys, values = draw(0, 2, HEADS, 5)
@@ -127,6 +154,10 @@ def test_left_padding_is_not_held() -> None:
 def test_unlike_caches_do_not_share_a_batch() -> None:
     with pytest.raises(ValueError, match="precision"):
         BatchKVCache.merge([QuantizedKVCache(8), QuantizedKVCache(4)])
+
+
+# Codes, and a scale and a bias of float32 for each group of 64, of keys and of values.
+WIDE_ROW_BYTES = 2 * 4 * (128 + 2 * 2 * 4)
 
 
 def wide(rows: int, sequences: int = 1) -> Any:
@@ -175,7 +206,7 @@ def test_growth_is_a_matter_of_once() -> None:
     capacity = cache.nbytes
     assert peak_bytes(cache, 240) < capacity / 4
     assert cache.nbytes == capacity
-    assert cache.nbytes <= CAPACITY_SHARE_MAX * cache.nbytes_held
+    assert cache.nbytes <= CAPACITY_SHARE_MAX * 1241 * WIDE_ROW_BYTES
 
 
 def test_a_join_and_a_leave_move_one_sequence() -> None:
@@ -199,7 +230,7 @@ def test_a_join_and_a_leave_move_one_sequence() -> None:
 def test_capacity_that_is_not_used_is_given_back() -> None:
     cache = wide(2000, sequences=4)
     cache.filter([2])
-    assert cache.nbytes <= CAPACITY_SHARE_MAX * cache.nbytes_held
+    assert cache.nbytes <= CAPACITY_SHARE_MAX * 2000 * WIDE_ROW_BYTES
 
 
 def test_nothing_is_left_of_whoever_was_there_before() -> None:

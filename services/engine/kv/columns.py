@@ -172,12 +172,12 @@ class Columns:
     def _reserve(self, sequences: int, columns: int, spare: float = _SPARE) -> None:
         if not self._arrays:
             return
-        held, capacity = self._arrays[0].shape[0], self.capacity
-        if sequences <= held and columns <= capacity:
+        if sequences <= self._arrays[0].shape[0] and columns <= self.capacity:
             return
-        columns = self._roomy(columns, spare) if columns > capacity else capacity
+        columns = self._roomy(columns, spare) if columns > self.capacity else self.capacity
+        # All is copied, and without spare sequences, which would grow too.
         for index, array in enumerate(self._arrays):
-            self._arrays[index] = _padded(array, max(held, sequences), columns)
+            self._arrays[index] = _padded(array[:sequences], sequences, columns)
 
     def _roomy(self, columns: int, spare: float = _SPARE) -> int:
         """Capacity for so many columns and some that follow, a share of them at least."""

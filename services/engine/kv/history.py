@@ -151,12 +151,6 @@ class History(_BaseCache):
         """What is allocated, spare capacity too."""
         return self._columns.nbytes
 
-    @property
-    def nbytes_held(self) -> int:
-        """Bytes of the rows themselves."""
-        of_column = sum(a.nbytes // (a.shape[0] * a.shape[2]) for a in self._columns.arrays)
-        return of_column * sum(max(0, end) for end in self._ends)
-
 
 class BatchHistory(History):
     """Of the requests in a batch."""
