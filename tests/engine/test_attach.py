@@ -14,9 +14,11 @@ from cachestore.record import TOKEN_BYTES
 from engine import attach, pack
 from engine.attach import Source
 from engine.kv.codec import CodecPlan, CodecPolicy
-from engine.kv.encoding import Affine
-from engine.kv.layout import CacheLayout, probe
+from engine.kv.encoding import Affine, PartShape
+from engine.kv.history import Precision, QuantizedKVCache
+from engine.kv.layout import CacheLayout, LayerGroup, probe
 from engine.kv.live import LiveCaches
+from engine.kv.rotation import Rotation
 from tests.support.caches import (
     Layer,
     complete,
@@ -185,6 +187,34 @@ def test_lossless_is_bit_for_bit(dtype: str, helper: ThreadPoolExecutor) -> None
     layers = [(rows, rows), (rows, rows)]
     records = store(pack.pack(policy.codec, held(layers), 0), [2, 5], helper)
     assert_holds(complete(attach.plan(policy, spans(records, 5)), helper), layers)
+
+
+# The largest value of each dtype's own that is asked for, and the least.
+EXTREMES = {"float32": (1e5, 1e-30), "bfloat16": (1e5, 1e-30), "float16": (6e4, 6e-8)}
+
+
+@pytest.mark.parametrize("rotation", [None, Rotation(1)], ids=["plain", "rotated"])
+@pytest.mark.parametrize("dtype", EXTREMES)
+def test_what_a_live_cache_made_of_extremes_is_bit_for_bit(
+    dtype: str, rotation: Rotation | None, helper: ThreadPoolExecutor
+) -> None:
+    precision = Precision.affine((8, 4), 64, rotation)
+    shapes = [
+        PartShape(name, 1, 64, dtype, encoding)
+        for name, encoding in (("keys", precision.keys), ("values", precision.values))
+    ]
+    policy = CodecPolicy.of(CacheLayout((LayerGroup("kv", 0, 1, tuple(shapes)),)), "none")
+    signs = mx.where(mx.arange(5 * 64) % 3 == 0, -1, 1).reshape(1, 1, 5, 64)
+    large, small = (signs * mx.full((1, 1, 5, 64), value) for value in EXTREMES[dtype])
+    live = QuantizedKVCache.of(precision)
+    for rows in (large, small, mx.where(signs > 0, large, small)):
+        live.update_and_fetch(*[rows.astype(shapes[0].mlx_dtype)] * 2)
+    records = store(pack.pack(policy.codec, [live.rows(0, 0, 15)], 0), [4, 15], helper)
+    (restored,) = complete(attach.plan(policy, spans(records, 15)), helper)
+    assert restored.precision == precision
+    for part, expected in zip(restored.rows(0, 0, 15), live.rows(0, 0, 15), strict=True):
+        assert [array.dtype for array in part] == [mx.uint32, *[shapes[0].mlx_dtype] * 2]
+        assert [bits(array) for array in part] == [bits(array) for array in expected]
 
 
 @pytest.mark.parametrize("name", ["none", "q8", "q4"])

@@ -26,6 +26,21 @@ def attempt():
         print(error)
 """
 
+# A wheel that has its library, on a machine without OpenBLAS.
+WHOLE = """
+import ctypes
+from pathlib import Path
+def refuse(name, mode=0):
+    raise OSError(name)
+ctypes.CDLL = refuse
+Path.is_file = lambda self: True
+class Distribution:
+    def locate_file(self, path):
+        return path
+metadata.distribution = lambda name: Distribution()
+"""
+RUN_AHEAD = "MLX_MAX_OPS_PER_BUFFER"
+
 
 def outcome(
     script: str, versions: dict[str, str] | None = None
@@ -69,22 +84,34 @@ attempt()
 
 
 def test_a_missing_openblas_is_said_once() -> None:
-    script = """
-import ctypes
-from pathlib import Path
-def refuse(name, mode=0):
-    raise OSError(name)
-ctypes.CDLL = refuse
-Path.is_file = lambda self: True
-class Distribution:
-    def locate_file(self, path):
-        return path
-metadata.distribution = lambda name: Distribution()
-attempt()
-attempt()
-"""
-    said = outcome(script, {"mlx": "1", "mlx-cpu": "1"}).stderr
+    said = outcome(WHOLE + "attempt()\nattempt()", {"mlx": "1", "mlx-cpu": "1"}).stderr
     assert said.count("libopenblas0-pthread") == 1
+
+
+@pytest.mark.parametrize(
+    ("wheel", "platform", "users", "expected"),
+    [
+        ("mlx-cuda-12", "linux", None, "25"),
+        ("mlx-cuda-13", "linux", None, "25"),
+        ("mlx-cuda-13", "linux", "7", "7"),
+        ("mlx-cpu", "linux", None, "None"),
+        ("mlx-cpu", "linux", "7", "7"),
+        ("mlx-cuda-13", "darwin", None, "None"),
+    ],
+)
+def test_with_cuda_the_host_runs_ahead_less_unless_the_user_says_how_far(
+    wheel: str, platform: str, users: str | None, expected: str
+) -> None:
+    environment = {} if users is None else {RUN_AHEAD: users}
+    script = f"""
+import os
+os.environ.pop({RUN_AHEAD!r}, None)
+os.environ.update({environment!r})
+sys.platform = {platform!r}
+attempt()
+print(os.environ.get({RUN_AHEAD!r}))
+"""
+    assert outcome(WHOLE + script, {"mlx": "1", wheel: "1"}).stdout == f"{expected}\n"
 
 
 def test_preparing_after_mlx_was_imported_is_a_programming_error() -> None:

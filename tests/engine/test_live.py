@@ -15,7 +15,14 @@ from engine.kv.history import JoiningKVCache, LateKVCache, QuantizedKVCache
 from engine.kv.live import LiveCaches
 from engine.kv.rotating import WindowKVCache
 from engine.kvconfig import KvConfig, read_bits
-from tests.support.models import gemma3_config, llama_config, mamba2_config, tiny_model
+from tests.support.models import (
+    deepseek_config,
+    gemma3_config,
+    llama_config,
+    mamba2_config,
+    qwen3_next_config,
+    tiny_model,
+)
 
 LISTEN = parse_listen("127.0.0.1:0")
 
@@ -80,8 +87,9 @@ def test_bits_that_are_none(text: str) -> None:
         (llama_config(head_dim=72), KvConfig((8, 8)), True, "--kv-rotate: .*head size 72"),
         (mamba2_config(), KvConfig((8, 8)), False, "--kv-bits: no layer .*2 ArraysCache"),
         (mamba2_config(), KvConfig(max_size=64), False, "--max-kv-size: .*2 ArraysCache"),
+        (deepseek_config(3), KvConfig((8, 8), 32), False, "--kv-bits: no layer .*its rows itself"),
     ],
-    ids=["80", "96", "72-rotated", "recurrent", "recurrent-bounded"],
+    ids=["80", "96", "72-rotated", "recurrent", "recurrent-bounded", "latent"],
 )
 def test_what_this_model_cannot_have(
     config: dict[str, Any], kv: KvConfig, rotate: bool, named: str
@@ -93,7 +101,6 @@ def test_what_this_model_cannot_have(
 def test_full_precision_without_flags() -> None:
     caches = choose(llama_config(), KvConfig())
     assert kinds(caches) == {JoiningKVCache.__name__: 2}
-    assert not caches.quantized
 
 
 def test_all_plain_layers_are_quantized() -> None:
@@ -127,6 +134,15 @@ def test_a_late_start_says_where() -> None:
     assert caches.notes() == [
         "2 x KVCache: keys 8 bits, values 8 bits, groups of 64, from 100 tokens on (full precision "
         "before)"
+    ]
+
+
+def test_layers_without_rows_stay_as_they_are() -> None:
+    caches = choose(qwen3_next_config(), KvConfig((8, 8)))
+    assert kinds(caches) == {"ArraysCache": 3, QuantizedKVCache.__name__: 1}
+    assert caches.notes() == [
+        "3 x ArraysCache: as mlx-lm has it (not rows of tokens)",
+        "1 x KVCache: keys 8 bits, values 8 bits, groups of 64",
     ]
 
 

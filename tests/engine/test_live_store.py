@@ -9,6 +9,8 @@ import pytest
 
 from cachestore import record
 from cachestore.client import Client
+from engine import model as loading
+from engine.kv import live
 from engine.kv.history import QuantizedKVCache
 from engine.kvconfig import KvConfig
 from tests.support.daemons import Cachestore, short_directory, start_cachestore
@@ -52,15 +54,28 @@ def stored(store: Cachestore, engine: InProcess, tokens: list[int], rows: int) -
     return [np.concatenate(arrays, axis=2) for arrays in zip(*parts, strict=True)]
 
 
-@pytest.mark.parametrize("rotate", [False, True], ids=["plain", "rotated"])
+# Of scales and biases, as records hold them.
+DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "uint16"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rotate"),
+    [("float32", False), ("float32", True), ("float16", True), ("bfloat16", False)],
+)
 def test_ten_cycles_leave_the_bytes_as_they_are(
-    rotate: bool, model: Path, store: Cachestore
+    dtype: str, rotate: bool, store: Cachestore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Store, attach, extend, store, restart."""
+    live_dtype = getattr(mx, dtype)
+    model = save_tiny_model(tmp_path / "model", llama_config(layers=LAYERS), dtype=live_dtype)
+    # On a CPU models compute in float32, for speed alone.
+    monkeypatch.setattr(loading, "_to_float32", lambda _: False)
     tokens, before = prompt(0, 100), []
     kv = KvConfig((8, 4))
     for cycle in range(CYCLES):
         with in_process(model, store.socket, kv=kv, kv_rotate=rotate) as engine:
+            geometries = engine.on_worker(lambda core: live.geometries(core.caches))
+            assert {geometry.dtype for geometry in geometries} == {live_dtype}
             reply = engine.ask(tokens, max_tokens=3)
             engine.settle()
             rows = len(tokens)
@@ -70,7 +85,7 @@ def test_ten_cycles_leave_the_bytes_as_they_are(
                 assert np.array_equal(old, new[:, :, : old.shape[2]])
             before = now
             tokens = tokens + prompt(cycle + 1, 30)
-    assert {array.dtype.name for array in before} == {"uint32", "float32"}
+    assert {array.dtype.name for array in before} == {"uint32", DTYPES[dtype]}
 
 
 def test_a_hit_decodes_behind_the_stored_bytes(model: Path, store: Cachestore) -> None:

@@ -1,24 +1,40 @@
 """Quantized histories in a batch: at every step, in every layer, attention over a row's own packed
 bytes. Free runs are never compared: a neighbour's float noise moves codes."""
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import RotatingKVCache
 
 from engine import smollm2
 from engine.batch import Batch, BatchMode, BatchShape
 from engine.config import PrefillStep
 from engine.kv import live, routing
-from engine.kv.attention import STRATEGIES, PackedMatmul
+from engine.kv.attention import STRATEGIES, PackedDecode, PackedMatmul
+from engine.kv.history import Precision
 from engine.kv.live import LiveCaches
-from engine.kvconfig import KvConfig
-from tests.support.models import llama_config, tiny_model
+from engine.kv.rotating import Window
+from engine.kvconfig import WINDOW_KEEP, KvConfig
+from tests.support.models import (
+    deepseek_config,
+    gemma3_config,
+    gemma3n_config,
+    gemma4_config,
+    gpt_oss_config,
+    llama_config,
+    qwen3_next_config,
+    tiny_model,
+)
 from tests.support.oracle import Oracle, compared
 
 STEP = PrefillStep(idle=16, busy=8)
 TOLERANCE = 1e-5
+# Scratch memory. The rows of three requests would take so much in 50 steps.
+FLAT_BYTES = 1 << 16
 HISTORIES = (0, 3, 16, 17, 40, 300)
 BITS = [(8, 8), (4, 4), (8, 4), (4, 8)]
 
@@ -105,11 +121,23 @@ def test_of_every_shape(kv_heads: int, head_dim: int, strategy: str) -> None:
         mixed(Run(caches, oracle), [40, 0, 3, 17])
 
 
-@pytest.mark.parametrize("bits", BITS, ids=str)
-def test_the_real_model(bits: tuple[int, int], smollm2_model: Any) -> None:
-    caches = quantized(smollm2_model, KvConfig(bits))
+@pytest.mark.real_model
+@pytest.mark.parametrize(
+    ("bits", "rotate", "order"),
+    [
+        ((8, 8), False, [17, 0, 300, 3]),
+        ((4, 4), True, [16, 40, 3, 0]),
+        ((8, 4), True, [3, 60, 0, 17]),
+        ((4, 8), False, [0, 3, 16, 40]),
+    ],
+    ids=["8", "4 rotated", "8,4 rotated", "4,8"],
+)
+def test_the_real_model(
+    bits: tuple[int, int], rotate: bool, order: list[int], smollm2_model: Any
+) -> None:
+    caches = quantized(smollm2_model, KvConfig(bits), rotate)
     with compared(STRATEGIES["packed-decode"]) as oracle:
-        mixed(Run(caches, oracle), [17, 0, 60, 3])
+        mixed(Run(caches, oracle), order)
 
 
 def test_bounded_windows_too(llama: Any) -> None:
@@ -124,6 +152,106 @@ def test_bounded_windows_too(llama: Any) -> None:
         run.step(40)
         assert oracle.columns == 24
         assert all(layer.size() == 24 for layer in run.batch._decoding.prompt_cache)
+
+
+def decoding(
+    model: Any, config: KvConfig, prompt_tokens: int, tokens: int
+) -> Iterator[tuple[int, Batch]]:
+    """Three requests at once; after each step how many tokens each has got."""
+    batch = Batch(quantized(model, config), BatchShape(BatchMode.BATCHED, 3, STEP))
+    for seed in range(3):
+        batch.insert(prompt(seed, prompt_tokens), None, 0, None)
+    with routing.installed(PackedDecode()):
+        made = 0
+        while made < tokens:
+            made += bool(batch.step().tokens)
+            yield made, batch
+
+
+def test_bounded_windows_take_no_more_memory_however_long_replies_become(llama: Any) -> None:
+    held = []
+    for made, _ in decoding(llama, KvConfig((8, 4), max_size=128), 60, 1000):
+        if made == 200:
+            mx.reset_peak_memory()
+        if made >= 200:
+            held.append(mx.get_active_memory())
+    assert max(held) - min(held) < FLAT_BYTES
+    assert mx.get_peak_memory() - max(held) < FLAT_BYTES
+
+
+class Shadows:
+    """mlx-lm's caches of single requests, fed what our windows of the batch are fed."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, layers: int, max_size: int) -> None:
+        self.layers: list[Any] = [
+            [RotatingKVCache(max_size, WINDOW_KEEP) for _ in range(3)]  # type: ignore[no-untyped-call]
+            for _ in range(layers)
+        ]
+        update = Window.update_and_fetch
+        turn = itertools.cycle(self.layers)
+
+        def both(window: Window, keys: mx.array, values: mx.array) -> Any:
+            # The layers of a model come one after the other, those of the batch alone.
+            if len(keys) == 3:
+                for index, cache in enumerate(next(turn)):
+                    cache.update_and_fetch(keys[index : index + 1], values[index : index + 1])
+            return update(window, keys, values)
+
+        patch.setattr(Window, "update_and_fetch", both)
+
+
+@pytest.mark.parametrize(
+    "model", ["llama", pytest.param("smollm2_model", marks=pytest.mark.real_model)]
+)
+def test_bounded_windows_hold_what_mlx_lm_would_quantized(
+    model: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = request.getfixturevalue(model)
+    config = KvConfig((8, 4), max_size=24)
+    shadows = Shadows(monkeypatch, len(loaded.layers), 24)
+    for _, batch in decoding(loaded, config, 40, 30):
+        windows = batch._decoding.prompt_cache
+        mx.eval([cache.state for layer in shadows.layers for cache in layer])
+    precision = Precision.affine((8, 4))
+    for window, caches in zip(windows, shadows.layers, strict=True):
+        assert window.size() == 24
+        for index, cache in enumerate(caches):
+            assert int(window.offset[index]) == cache.offset > 60
+            rows = (cache._temporal_order(part) for part in (cache.keys, cache.values))
+            expected = precision.decode(precision.split(precision.encode(*rows)))
+            for ours, theirs in zip(window.temporal(index), expected, strict=True):
+                assert mx.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("config", "packed"),
+    [
+        (gemma3_config(), 4),
+        (gpt_oss_config(), 2),
+        (deepseek_config(2), 2),
+        (qwen3_next_config(), 1),
+    ],
+    ids=["windows", "sinks", "keys wider than values", "recurrent layers"],
+)
+def test_layers_of_every_kind(config: Any, packed: int) -> None:
+    model = tiny_model(config)
+    caches = quantized(model, KvConfig((8, 4), 32))
+    assert len(caches.precisions) == packed
+    with compared(STRATEGIES["packed-decode"]) as oracle:
+        mixed(Run(caches, oracle), [40, 0, 3, 17])
+
+
+@pytest.mark.parametrize("config", [gemma3n_config, gemma4_config])
+def test_layers_that_read_the_rows_of_another(config: Any) -> None:
+    """They come to the same attention, with the packed rows of the layer that they share."""
+    model = tiny_model(config())
+    caches = quantized(model, KvConfig((8, 4)), rotate=True)
+    assert len(caches.precisions) == len(caches.fresh()) == 2 < len(model.layers)
+    with compared(STRATEGIES["packed-matmul"]) as oracle:
+        with routing.counted() as count:
+            model(mx.array([prompt(0, 5)]), cache=caches.fresh())
+        assert count.calls == len(model.layers)
+        mixed(Run(caches, oracle), [40, 0, 3, 17])
 
 
 def test_the_answer_may_depend_on_the_very_first_token(llama: Any) -> None:
