@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from engine.kv.history import Precision, QuantizedKVCache
+from engine.kv.history import BatchKVCache, Precision, QuantizedKVCache
 from engine.kv.rotating import WindowKVCache
 
 HEADS, WIDTH, GROUP_SIZE = 8, 128, 64
@@ -86,3 +86,12 @@ def test_a_batch_takes_at_most_half_as_much_again(bits: Bits, bounded: bool, see
     for index, end in enumerate(ends):
         held = min(end, WINDOW) if bounded else end
         assert held_bytes(batch.extract(index)) == held * row_bytes(bits)
+
+
+def test_growth_gives_back_the_place_of_those_who_left() -> None:
+    bits = (8, 4)
+    batch: Any = BatchKVCache.merge([single(bits, False, 400) for _ in range(10)])
+    batch.update_and_fetch(rows(10, 100), rows(10, 100))
+    batch.filter(range(7))
+    batch.update_and_fetch(rows(7, 1), rows(7, 1))
+    assert batch.nbytes <= CAPACITY_MAX * 7 * 501 * row_bytes(bits)
