@@ -30,6 +30,7 @@ from tests.support.histories import (
     encoded,
     held,
     none,
+    peak_bytes,
     precision_id,
 )
 
@@ -140,13 +141,18 @@ def test_a_quantized_cache_of_any_bits_and_widths(
         assert mx.abs(found - expected).max().item() < 1e-6
 
 
-def test_left_padding_is_not_held() -> None:
-    cache = BatchKVCache(FULL, [0, 3])
+@pytest.mark.parametrize("precision", PRECISIONS, ids=precision_id)
+@pytest.mark.parametrize("prepared", [False, True])
+def test_left_padding_is_not_held(precision: Precision, prepared: bool) -> None:
+    cache = BatchKVCache(precision, [0, 0] if prepared else [0, 3])
+    if prepared:
+        cache.prepare(left_padding=[0, 3])
     keys, values = draw(0, 2, HEADS, 5)
-    cache.update_and_fetch(mx.array(keys), mx.array(values))
+    for chunk in (slice(0, 2), slice(2, 5)):
+        cache.update_and_fetch(mx.array(keys[:, :, chunk]), mx.array(values[:, :, chunk]))
     assert cache.offset.tolist() == [5, 2]
-    assert held(cache, 0, 5) == encoded(FULL, (keys[0], values[0]))
-    assert held(cache, 1, 2) == encoded(FULL, (keys[1, :, 3:], values[1, :, 3:]))
+    assert held(cache, 0, 5) == encoded(precision, (keys[0], values[0]))
+    assert held(cache, 1, 2) == encoded(precision, (keys[1, :, 3:], values[1, :, 3:]))
     with pytest.raises(ValueError, match="empty"):
         cache.prepare(left_padding=[1, 0])
 
@@ -174,21 +180,6 @@ def wide(rows: int, sequences: int = 1) -> Any:
     cache = BatchKVCache.merge(ones)
     mx.eval(cache.state[0])
     return cache
-
-
-def peak_bytes(cache: Any, steps: int) -> int:
-    """The most memory above what was held, over steps of one row each."""
-    mx.clear_cache()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    sequences = len(cache.offset.tolist())
-    for _ in range(steps):
-        new = mx.random.normal((sequences, 4, 1, 128))
-        keys, values = cache.update_and_fetch(new, new)
-        # What attention would read, gone before the next step.
-        mx.eval(keys[1].sum(), values[1].sum(), cache.state[0])
-        del keys, values
-    return mx.get_peak_memory() - before
 
 
 def test_a_step_copies_nothing() -> None:

@@ -10,7 +10,7 @@ from hypothesis.stateful import initialize, invariant
 from mlx_lm.models.cache import RotatingKVCache
 
 from engine.kv.history import FULL, JoiningKVCache, Precision
-from engine.kv.rotating import WindowKVCache
+from engine.kv.rotating import BatchWindowKVCache, WindowKVCache
 from tests.support.histories import (
     HEADS,
     PRECISIONS,
@@ -21,6 +21,7 @@ from tests.support.histories import (
     draw,
     joined,
     none,
+    peak_bytes,
     precision_id,
 )
 from tests.support.models import gemma3n_config, gemma4_config, tiny_model
@@ -110,6 +111,39 @@ def test_a_window_is_made_from_mlx_lms(precision: Precision, keep: int, fed: lis
     expected = precision.decode(precision.split(precision.encode(*latest(rows, keep))))
     for ours, theirs in zip(window.temporal(), expected, strict=True):
         assert np.array_equal(np.array(ours), np.array(theirs))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=precision_id)
+@pytest.mark.parametrize("keep", [0, 4])
+def test_left_padding_is_not_held(precision: Precision, keep: int) -> None:
+    window = BatchWindowKVCache(precision, [0, 0], WINDOW, keep)
+    window.prepare(left_padding=[0, 21])
+    keys, values = draw(0, 2, HEADS, 50)
+    for chunk in (slice(0, 20), slice(20, 23), slice(23, 49), slice(49, 50)):
+        window.update_and_fetch(mx.array(keys[:, :, chunk]), mx.array(values[:, :, chunk]))
+    assert window.offset.tolist() == [50, 29]
+    for index, begin in enumerate((0, 21)):
+        rows = latest((keys[index, :, begin:], values[index, :, begin:]), keep)
+        expected = precision.decode(precision.split(precision.encode(*rows)))
+        for ours, theirs in zip(window.temporal(index), expected, strict=True):
+            assert np.array_equal(np.array(ours), np.array(theirs))
+
+
+def test_a_step_of_a_full_window_copies_nothing() -> None:
+    singles = []
+    for seed in range(3):
+        single = WindowKVCache(Precision.affine((8, 4)), 2000, 4)
+        rows = mx.random.normal((1, 4, 2500, 128), key=mx.random.key(seed))
+        single.update_and_fetch(rows, rows)
+        singles.append(single)
+    window = WindowKVCache.merge(singles)
+    del singles, single
+    mx.eval(window.state[0])
+    peak_bytes(window, 1)
+    assert peak_bytes(window, 20) < window.nbytes / 20
+    window.filter([0, 2])
+    peak_bytes(window, 1)
+    assert peak_bytes(window, 20) < window.nbytes / 20
 
 
 def test_unlike_windows_do_not_share_a_batch() -> None:

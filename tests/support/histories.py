@@ -86,6 +86,21 @@ class Sequences:
             self.rows[index] = joined(self.rows[index], fed)
 
 
+def peak_bytes(cache: Any, steps: int) -> int:
+    """The most memory above what was held, over steps of a row (4 heads of 128) for each."""
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    sequences = len(cache.offset.tolist())
+    for _ in range(steps):
+        new = mx.random.normal((sequences, 4, 1, 128))
+        keys, values = cache.update_and_fetch(new, new)
+        # What attention would read, gone before the next step.
+        mx.eval(keys[1].sum(), values[1].sum(), cache.state[0])
+        del keys, values
+    return mx.get_peak_memory() - before
+
+
 def none() -> Fed:
     return draw(0, HEADS, 0)
 
