@@ -16,7 +16,6 @@ from engine.kvconfig import KvConfig
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from engine.kv.attention import Strategy
     from engine.kv.codec import CodecPlan
     from engine.model import LoadedModel
     from engine.scoring import Policy, Score, Window
@@ -106,7 +105,6 @@ def run(flags: argparse.Namespace) -> int:
     backend.load()
     # Only now: MLX must not be imported before its BLAS is there.
     from engine import scoring  # noqa: PLC0415
-    from engine.kv import attention  # noqa: PLC0415
     from engine.kv.codec import plan_codec  # noqa: PLC0415
     from engine.kv.kinds import NotCacheable  # noqa: PLC0415
     from engine.kv.layout import probe  # noqa: PLC0415
@@ -124,7 +122,7 @@ def run(flags: argparse.Namespace) -> int:
     except NotCacheable as error:
         raise ConfigError(f"--model {flags.model}: cannot be stored: {error}") from None
     policies = _store_policies(flags, plans_of(flags.codec, layout, report.CODEC_FLAG))
-    policies += _live_policies(flags, loaded, attention.DEFAULTS[device.name])
+    policies += _live_policies(flags, loaded, device.name)
     windows = _windows(flags, loaded, text)
     step = PREFILL_STEPS[device.name].idle
     full = plan_codec("none", layout)
@@ -155,14 +153,14 @@ def _store_policies(flags: argparse.Namespace, plans: "Mapping[str, CodecPlan]")
 
 
 def _live_policies(
-    flags: argparse.Namespace, loaded: "LoadedModel", strategy: "Strategy"
+    flags: argparse.Namespace, loaded: "LoadedModel", device: backend.Name
 ) -> "list[Policy]":
     """Raises ConfigError when bits were asked for that this model cannot have."""
     from engine import scoring  # noqa: PLC0415
-    from engine.kv import live, routing  # noqa: PLC0415
+    from engine.kv import start  # noqa: PLC0415
+    from engine.kv.attention_check import AttentionCheckFailed  # noqa: PLC0415
     from engine.kv.layout import probe  # noqa: PLC0415
 
-    routing.install(strategy)
     policies: list[Policy] = []
     asked = flags.kv_bits or ([] if flags.codec else KV_BITS_DEFAULT)
     if flags.kv_rotate and not asked:
@@ -171,7 +169,9 @@ def _live_policies(
         if bits is None:
             raise ConfigError("--kv-bits none: full precision is always scored; leave it out")
         try:
-            caches = live.choose(loaded.model, KvConfig(bits), rotate)
+            caches = start.live_caches(loaded.model, KvConfig(bits), rotate, device)
+        except AttentionCheckFailed as error:
+            raise ConfigError(f"--kv-bits: {error}") from None
         except ConfigError:
             if flags.kv_bits or rotate:
                 raise

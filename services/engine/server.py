@@ -24,7 +24,7 @@ from engine.config import EngineConfig
 from engine.core import Core
 from engine.flags import ConfigError
 from engine.folders import cache_folder
-from engine.kv import attention, attention_check, live, routing
+from engine.kv import start
 from engine.kv.codec import CodecPolicy
 from engine.kv.kinds import NotCacheable
 from engine.kv.layout import probe
@@ -135,12 +135,9 @@ class Engine:
         return 1
 
     def _live_caches(self, loaded: LoadedModel, device: Backend) -> LiveCaches:
-        """Raises AttentionCheckFailed when attention over packed rows is wrong on this device."""
-        strategy = attention.DEFAULTS[device.name]
-        routing.install(strategy)
-        caches = live.choose(loaded.model, self.settings.kv, self.settings.kv_rotate)
-        for geometry in live.geometries(caches):
-            attention_check.check(strategy, geometry)
+        """Raises AttentionCheckFailed when no way to attend to packed rows is right here."""
+        kv, rotate = self.settings.kv, self.settings.kv_rotate
+        caches = start.live_caches(loaded.model, kv, rotate, device.name)
         for note in caches.notes() if self.settings.kv.changes else ():
             log.info("live caches: %s", note)
         return caches

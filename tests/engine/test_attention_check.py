@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 from engine.kv.attention import STRATEGIES, Call, DequantizeLayer, PackedHistory, Strategy
-from engine.kv.attention_check import AttentionCheckFailed, Geometry, check
+from engine.kv.attention_check import AttentionCheckFailed, Geometry, check, first_right
 from engine.kv.encoding import Affine
 
 GEOMETRIES = {
@@ -158,3 +158,21 @@ def test_wrong_strategies_are_named(
 ) -> None:
     with pytest.raises(AttentionCheckFailed, match=f"by planted, {said}"):
         check(Planted(answer), Geometry(dtype=dtype))
+
+
+def wrong_in_whole_tiles(call: Call) -> mx.array:
+    """As CUDA's product with keys of width 64."""
+    found = right(call)
+    return found + 1 if call.keys.capacity % 128 == 0 else found
+
+
+def test_the_first_right_strategy_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    wrong, good = Planted(wrong_in_whole_tiles), DequantizeLayer()
+    assert first_right([wrong, good], [Geometry(), Geometry(9, 3)]) is good
+    assert "planted, whole tiles, one query: differs by 1" in caplog.text
+
+
+def test_without_a_right_strategy_the_first_failure_is_raised() -> None:
+    strategies = [Planted(wrong_in_whole_tiles), Planted(without_mask, name="other")]
+    with pytest.raises(AttentionCheckFailed, match="by planted, whole tiles, one query"):
+        first_right(strategies, [Geometry()])

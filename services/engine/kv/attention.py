@@ -291,3 +291,9 @@ DEFAULTS: Final[Mapping[backend.Name, Strategy]] = {
     "metal": PackedMatmul(),
     "cuda": PackedMatmul(),
 }
+
+
+def preferred(device: backend.Name) -> list[Strategy]:
+    """Every strategy, the default for this backend first."""
+    default = DEFAULTS[device]
+    return [default, *(one for one in STRATEGIES.values() if one != default)]

@@ -1,11 +1,12 @@
 """Whether a strategy of attention is right on this device: tried out before a model is served.
 
 Kernels were found that are wrong without an error, on one backend, for one shape (only the first
-of grouped query heads right; rows that do not start at column 0). So the engine attends to small
-packed histories as its batch will, and compares with numpy, at start.
+of grouped query heads right; rows that do not start at column 0; heads of 64 in whole tiles). So
+the engine attends to small packed histories as its batch will, and compares with numpy, at start.
 """
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -16,6 +17,8 @@ from engine.kv.attention import Call, PackedHistory, Strategy, attend
 from engine.kv.encoding import Affine
 from engine.kv.rotation import Rotation
 
+log = logging.getLogger(__name__)
+
 _Numbers = np.ndarray[Any, np.dtype[np.float32]]
 
 # Values are about 1. GPUs multiply float32 with 10 bits of mantissa where they may; a wrong head
@@ -23,8 +26,10 @@ _Numbers = np.ndarray[Any, np.dtype[np.float32]]
 _TOLERANCE: Final = {mx.float32: 0.02, mx.float16: 0.05, mx.bfloat16: 0.15}
 _8_BITS: Final = Affine(8, 64)
 _4_BITS: Final = Affine(4, 64)
-# Some kernels take another way for longer histories.
+# Some kernels take another way for longer histories, and some for whole tiles of columns, which
+# long histories have (columns.py): there CUDA's product with keys of width 64 is wrong.
 _COLUMNS_LONG: Final = 1100
+_TILES: Final = 512
 
 
 class AttentionCheckFailed(RuntimeError):
@@ -92,6 +97,23 @@ def _check(strategy: Strategy, case: _Case, tolerance: float) -> None:
         )
 
 
+def first_right(strategies: Iterable[Strategy], geometries: Iterable[Geometry]) -> Strategy:
+    """The first that gives right numbers for all of these; the others are logged, with what they
+    do wrong. On the MLX thread. Raises AttentionCheckFailed, of the first one, when none does."""
+    geometries = list(geometries)
+    failures = []
+    for strategy in strategies:
+        try:
+            for geometry in geometries:
+                check(strategy, geometry)
+        except AttentionCheckFailed as error:
+            log.warning("not used, for it is wrong on this device: %s", error)
+            failures.append(error)
+        else:
+            return strategy
+    raise failures[0]
+
+
 def _cases(geometry: Geometry) -> Iterator[_Case]:
     made = _Maker(geometry)
     for length, queries in ((1, "one query"), (5, "five queries")):
@@ -101,6 +123,7 @@ def _cases(geometry: Geometry) -> Iterator[_Case]:
         with_sinks = replace(grouped.call, sinks=sinks)
         yield _Case(f"sinks, {queries}", with_sinks, grouped.visible)
         yield made.case(f"a long history, {queries}", 1, _COLUMNS_LONG, length)
+        yield made.case(f"whole tiles, {queries}", 2, _TILES - 10, length, _TILES)
         yield made.masked(f"unequal histories, {queries}", length)
         yield made.filtered(f"a filtered batch, {queries}", length)
     for part, width in (("keys", geometry.key_width), ("values", geometry.value_width)):
@@ -120,16 +143,20 @@ class _Maker:
         turned: Any = {part: replace(getattr(self._of, part), rotation=Rotation(seed=7))}
         return _Maker(replace(self._of, **turned))
 
-    def case(self, name: str, batch: int, columns: int, length: int = 1) -> _Case:
-        """Queries that are the last of their histories, which begin at column 0."""
+    def case(
+        self, name: str, batch: int, columns: int, length: int = 1, capacity: int = 0
+    ) -> _Case:
+        """Queries that are the last of their histories, which begin at column 0. Without a capacity
+        there are some columns more."""
         of = self._of
+        capacity = capacity or columns + columns // 3
         # Of a prompt each query sees one column more than the one before.
         ends = np.arange(columns - length, columns)[:, None]
         visible = np.broadcast_to(np.arange(columns) <= ends, (batch, 1, length, columns))
         call = Call(
             self._rows(batch, of.heads, length, of.key_width),
-            self._history(of.keys, of.key_width, batch, columns),
-            self._history(of.values, of.value_width, batch, columns),
+            self._history(of.keys, of.key_width, batch, columns, capacity),
+            self._history(of.values, of.value_width, batch, columns, capacity),
             scale=2 * of.key_width**-0.5,  # peaked: a wrong column is not lost in a mean
             mask="causal",
         )
@@ -162,11 +189,13 @@ class _Maker:
         )
         return _Case(name, call, case.visible).masked(name, case.visible[[2, 1]])
 
-    def _history(self, encoding: Affine, width: int, batch: int, columns: int) -> PackedHistory:
+    def _history(
+        self, encoding: Affine, width: int, batch: int, columns: int, capacity: int
+    ) -> PackedHistory:
         # Sums that lose small numbers show where the numbers do not cancel out.
         rows = 1 + self._rows(batch, self._of.kv_heads, columns, width)
         # Whoever looks beyond the columns sees something large.
-        beyond = 10 + self._rows(batch, self._of.kv_heads, columns // 3, width)
+        beyond = 10 + self._rows(batch, self._of.kv_heads, capacity - columns, width)
         codes, scales, biases = encoding.encode(mx.concatenate([rows, beyond], axis=2))
         return PackedHistory((codes, scales, biases), encoding, columns)
 
