@@ -128,14 +128,20 @@ def _flush(client: Client, _flags: argparse.Namespace) -> int:
 
 def _say_evicted(evicted: pb.EvictResponse) -> int:
     kept = f"; {evicted.kept:,} in use or pinned stay" if evicted.kept else ""
-    sys.stdout.write(f"{evicted.records:,} records, {size_text(evicted.bytes)}{kept}\n")
+    dropped = _records(evicted.records, evicted.checkpoints)
+    sys.stdout.write(f"{dropped}, {size_text(evicted.bytes)}{kept}\n")
     return 0
 
 
 def _pin(client: Client, flags: argparse.Namespace) -> int:
     pinned = client.pin(flags.record)
-    sys.stdout.write(f"{pinned.records:,} records, {size_text(pinned.bytes)} stay\n")
+    staying = _records(pinned.records, pinned.checkpoints)
+    sys.stdout.write(f"{staying}, {size_text(pinned.bytes)} stay\n")
     return 0
+
+
+def _records(records: int, checkpoints: int) -> str:
+    return f"{records:,} records" + (f", {checkpoints:,} checkpoints" if checkpoints else "")
 
 
 def _unpin(client: Client, flags: argparse.Namespace) -> int:
@@ -221,19 +227,21 @@ def _add_contents(commands: "argparse._SubParsersAction[Parser]") -> None:
         command = commands.add_parser(name, help=text)
         command.set_defaults(run=run)
         if record:
-            command.add_argument("record", type=int, help="id of a record, as ls shows it")
+            command.add_argument(
+                "record", type=int, help="id of a record or checkpoint, as ls shows it"
+            )
         if json:
             command.add_argument("--json", action="store_true", help="print JSON")
         return command
 
-    ls = add("ls", _ls, "records that are held", json=True)
+    ls = add("ls", _ls, "records and checkpoints that are held", json=True)
     ls.add_argument("--sort", choices=listing.SORT_KEYS, help="largest, most used or oldest first")
     ls.add_argument("--namespace", metavar="HEX", help="only that one: its first digits suffice")
     ls.add_argument(
         "--limit", type=int, metavar="N", help=f"records to show (default: {LS_LINES}; JSON: all)"
     )
     add("namespaces", _namespaces, "models for which something is held", json=True)
-    evict = add("evict", _evict, "drop records that are not in use or pinned")
+    evict = add("evict", _evict, "drop records and checkpoints that are not in use or pinned")
     which = evict.add_mutually_exclusive_group(required=True)
     which.add_argument("record", type=int, nargs="?", help="that record, and all behind it")
     which.add_argument("--namespace", metavar="HEX", help="all of one: its first digits suffice")

@@ -2,21 +2,29 @@
 
 from dataclasses import dataclass
 
+from cachestore.checkpoints import deepest
 from cachestore.config import TOKEN_BYTES
 from cachestore.tree import shared_tokens
 
 
 @dataclass(slots=True, eq=False)
 class Announcement:
-    """`rows_done` of the announced rows have been committed, whoever wrote them.
+    """`rows_done` of the announced rows can be served, whoever wrote them.
 
-    It never falls: rows that were evicted again will not come a second time.
+    It never falls: rows that were evicted again will not come a second time. Rows of a
+    checkpointed namespace can be served up to a checkpoint; `checkpoints` are the positions of
+    those to come, and None where rows need none.
     """
 
     session: int
     namespace: bytes
     tokens: bytes
     rows_done: int
+    checkpoints: tuple[int, ...] | None
+
+    def worth(self, shared: int) -> int:
+        """Rows that can be served once all has come, to whom the first `shared` are common."""
+        return shared if self.checkpoints is None else deepest(self.checkpoints, shared)
 
 
 class Announcements:
@@ -41,14 +49,19 @@ class Announcements:
         return sum(map(len, self._of_namespace.values()))
 
     def open(
-        self, session: int, namespace: bytes, tokens: bytes, rows_held: int
+        self,
+        session: int,
+        namespace: bytes,
+        tokens: bytes,
+        rows_held: int,
+        checkpoints: tuple[int, ...] | None = None,
     ) -> Announcement | None:
         """None when nobody could wait for it, or when the session has announced too much."""
         count = len(tokens) // TOKEN_BYTES
         total = self._tokens_of_session.get(session, 0) + count
-        if count - rows_held < self._rows_min or total > self._tokens_max:
+        announcement = Announcement(session, namespace, tokens, rows_held, checkpoints)
+        if announcement.worth(count) - rows_held < self._rows_min or total > self._tokens_max:
             return None
-        announcement = Announcement(session, namespace, tokens, rows_held)
         self._of_namespace.setdefault(namespace, {})[announcement] = None
         self._tokens_of_session[session] = total
         return announcement
@@ -63,25 +76,31 @@ class Announcements:
         if self._tokens_of_session[session] == 0:
             del self._tokens_of_session[session]
 
-    def commit(self, namespace: bytes, tokens: bytes) -> bool:
-        """Note that all rows of `tokens` are held now; whether that was news to anybody."""
+    def commit(
+        self, namespace: bytes, tokens: bytes, checkpoints: tuple[int, ...] | None = None
+    ) -> bool:
+        """Note that all rows of `tokens` are held now, and checkpoints at these positions where
+        rows need them; whether that was news to anybody."""
         news = False
         for announcement in self._of_namespace.get(namespace, ()):
             shared = _shared(tokens, announcement.tokens)
-            if shared > announcement.rows_done:
-                announcement.rows_done = shared
+            done = shared if checkpoints is None else deepest(checkpoints, shared)
+            if done > announcement.rows_done:
+                announcement.rows_done = done
                 news = True
         return news
 
-    def rows_to_come(self, namespace: bytes, tokens: bytes) -> int:
+    def rows_to_come(self, namespace: bytes, tokens: bytes, rows_held: int = 0) -> int:
         """Rows of `tokens` that somebody has announced and that are to come; 0 if that is few.
 
-        Costs one comparison of tokens for each announcement of the namespace.
+        `rows_held` can be served already: a checkpoint of another sequence may be deeper than
+        those announced, and is not among what is done of them. Costs one comparison of tokens for
+        each announcement of the namespace.
         """
         to_come = 0
         for announcement in self._of_namespace.get(namespace, ()):
-            shared = _shared(tokens, announcement.tokens)
-            to_come = max(to_come, shared - announcement.rows_done)
+            worth = announcement.worth(_shared(tokens, announcement.tokens))
+            to_come = max(to_come, worth - max(announcement.rows_done, rows_held))
         return to_come if to_come >= self._rows_min else 0
 
     def check(self, of_leases: list[Announcement]) -> None:
@@ -96,6 +115,7 @@ class Announcements:
                 count = len(one.tokens) // TOKEN_BYTES
                 assert one.namespace == namespace
                 assert 0 <= one.rows_done <= count
+                assert all(1 <= position <= count for position in one.checkpoints or ())
                 tokens[one.session] = tokens.get(one.session, 0) + count
         assert tokens == self._tokens_of_session
         assert max(tokens.values(), default=0) <= self._tokens_max

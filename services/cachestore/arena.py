@@ -1,6 +1,6 @@
 """Which bytes of the slabs belong to what. The memory itself is not touched here."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -184,20 +184,20 @@ class Arena:
         self._open(extent.slab_id, end, end + hole.length)
         return self._hold(State.USED, extent.slab_id, hole.offset, extent.length)
 
-    def could_hold(self, lengths: Sequence[int], staying: Iterable[Extent]) -> bool:
+    def could_hold(self, lengths: Iterable[int], staying: Iterable[Extent]) -> bool:
         """Whether extents of these lengths fit when of the used ones only `staying` remain.
 
-        All lengths but the last are equal, and the last is not longer. Costs O(b log b) for b
-        extents that remain.
+        Tried by best fit, the longest first: exact when all but one are equal and that one is
+        shorter; with more lengths they might fit another way. Costs O(n log n) for all extents.
         """
-        whole, last, count = lengths[0], lengths[-1], len(lengths)
-        assert last <= whole
         remaining = self._held[State.RESERVED] | self._held[State.QUARANTINED]
-        gaps = list(self._gaps(remaining.union(staying)))
-        fitting = sum(gap // whole for gap in gaps)
-        return fitting >= count or (
-            fitting == count - 1 and any(gap % whole >= last for gap in gaps)
-        )
+        gaps = SortedList(self._gaps(remaining.union(staying)))
+        for length in sorted(lengths, reverse=True):
+            index = gaps.bisect_left(length)
+            if index == len(gaps):
+                return False
+            gaps.add(gaps.pop(index) - length)
+        return True
 
     def check(self) -> None:
         """Verify every invariant, in time proportional to all extents."""

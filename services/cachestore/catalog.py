@@ -1,21 +1,25 @@
-"""What a person may want to see, keep, or be rid of. An entry is one record."""
+"""What a person may want to see, keep, or be rid of. An entry is one record or checkpoint."""
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cachestore.config import StoreConfig
-from cachestore.holdings import Holdings
+from cachestore.eviction import Candidate
+from cachestore.holdings import Holdings, Kept
+from cachestore.node import Checkpoint, Record, Span
 from cachestore.refusal import RefusalCode, Refused
-from cachestore.tree import Record, Span
+from cachestore.tree import along
 from cachestore.validation import exhausted
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Rows [first_token, first_token + span.rows) of its sequences, `sequences` of which end here.
+    """Rows [first_token, first_token + span.rows) of its sequences, `sequences` of which end here;
+    or a checkpoint at position `checkpoint`, which is 0 for rows.
 
-    `parent_id` is the record whose rows come before, 0 for none. `claims` are what keeps it from
+    `parent_id` is the record whose rows come before, 0 for none; for a checkpoint the one that it
+    lies on. `claims` are what keeps it from
     being evicted now: leases, reservations, pins, also of records behind it.
     """
 
@@ -28,105 +32,132 @@ class Entry:
     age_seconds: float
     claims: int
     pinned: bool
+    checkpoint: int
 
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """`kept` records were in use or pinned, or had such records behind them."""
+    """`bytes` are those of records and checkpoints. `kept` ones of both were in use or pinned, or
+    had such behind them."""
 
     records: int
+    checkpoints: int
     bytes: int
     kept: int
 
 
 class Catalog:
-    """Pins are by record, and cover the path up to it. They end with the daemon, or by `unpin`."""
+    """Pins are by record or checkpoint, and cover the path up to it with all checkpoints there.
+    They end with the daemon, or by `unpin`."""
 
     def __init__(self, config: StoreConfig, holdings: Holdings) -> None:
         self._config = config
         self._holdings = holdings
-        self._pinned: dict[int, tuple[Record, ...]] = {}
+        self._pinned: dict[int, Kept] = {}
 
     @property
     def pinned(self) -> int:
         return len(self._pinned)
 
-    def find(self, record_id: int) -> Record:
-        record = self._holdings.records.get(record_id)
-        if record is None:
+    def find(self, record_id: int) -> Candidate:
+        stored = self._holdings.inventory.stored.get(record_id)
+        if stored is None:
             raise Refused(RefusalCode.NOT_FOUND, f"record_id {record_id}: there is no such record")
-        return record
+        return stored
 
     def entries(self, namespace: bytes, after: int, limit: int, now: float) -> list[Entry]:
         """Of one namespace, or of all when it is empty, in the order of their ids."""
         held = (
-            record
-            for record_id, record in self._holdings.records.items()
-            if record_id > after and namespace in (b"", record.namespace)
+            stored
+            for record_id, stored in self._holdings.inventory.stored.items()
+            if record_id > after and namespace in (b"", stored.namespace)
         )
-        return [self.entry(record, now) for record in itertools.islice(held, limit)]
+        return [self.entry(stored, now) for stored in itertools.islice(held, limit)]
 
-    def entry(self, record: Record, now: float) -> Entry:
-        path = record.path
+    def entry(self, stored: Candidate, now: float) -> Entry:
+        if isinstance(stored, Checkpoint):
+            above, first_token = stored.record, stored.position - 1
+            sequences, checkpoint = 0, stored.position
+        else:
+            assert stored.parent is not None
+            above, first_token = stored.parent, stored.start
+            sequences, checkpoint = len(stored.marks), 0
         return Entry(
-            namespace=record.namespace,
-            span=record.span,
-            parent_id=path[-2].span.record_id if len(path) > 1 else 0,
-            first_token=sum(above.fork for above in path),
-            sequences=len(record.marks),
-            hits=record.hits,
-            age_seconds=now - record.used_at,
-            claims=record.pins,
-            pinned=record.span.record_id in self._pinned,
+            namespace=stored.namespace,
+            span=stored.span,
+            parent_id=above.id,
+            first_token=first_token,
+            sequences=sequences,
+            hits=stored.hits,
+            age_seconds=now - stored.used_at,
+            claims=stored.pins,
+            pinned=stored.id in self._pinned,
+            checkpoint=checkpoint,
         )
 
     def everything(self, namespace: bytes = b"") -> list[int]:
-        """All records, or those of one namespace; each before the one that it hangs on."""
-        records = self._holdings.records.values()
-        # A record is always younger than the one it hangs on.
-        return [r.span.record_id for r in reversed(records) if namespace in (b"", r.namespace)]
+        """All that is held, or that of one namespace; each before the record that it hangs on."""
+        held = self._holdings.inventory.stored.values()
+        # What hangs on a record is always younger.
+        return [each.id for each in reversed(held) if namespace in (b"", each.namespace)]
 
     def behind(self, record_id: int) -> list[int]:
-        """A record and all that hang on it, in the same order."""
+        """A record or checkpoint and all that hang on it, in the same order."""
         found = [self.find(record_id)]
-        for record in found:
-            found.extend(record.children.values())
-        return sorted((record.span.record_id for record in found), reverse=True)
+        for stored in found:
+            if isinstance(stored, Record):
+                found += [*stored.children.values(), *stored.checkpoints.values()]
+        return sorted((stored.id for stored in found), reverse=True)
 
     def evict(self, record_ids: Sequence[int]) -> Evicted:
-        """Drop those that may leave; in the order given by `everything` and `behind`."""
-        dropped = size = kept = 0
+        """Drop those that may leave, and what no lookup can reach without them; in the order given
+        by `everything` and `behind`."""
+        gone: list[Candidate] = []
+        kept = 0
         for record_id in record_ids:
-            record = self._holdings.records.get(record_id)
-            if record is not None and record.idle:
-                self._holdings.drop(record)
-                dropped += 1
-                size += record.bytes_held
-            elif record is not None:
+            stored = self._holdings.inventory.stored.get(record_id)
+            if stored is not None and stored.idle:
+                gone += self._holdings.evict(stored)
+            elif stored is not None:
                 kept += 1
-        return Evicted(dropped, size, kept)
+        checkpoints = sum(isinstance(stored, Checkpoint) for stored in gone)
+        size = sum(stored.bytes_held for stored in gone)
+        return Evicted(len(gone) - checkpoints, checkpoints, size, kept)
 
-    def pin(self, record_id: int) -> tuple[Record, ...]:
-        """Keep a record and all before it; returns them. A second time changes nothing."""
-        path = self.find(record_id).path
+    def pin(self, record_id: int) -> Kept:
+        """Keep a record and all before it, with the checkpoints there are; returns them. A second
+        time changes nothing."""
         if record_id not in self._pinned:
+            stored = self.find(record_id)
             if len(self._pinned) >= self._config.max_pinned:
                 raise exhausted(f"record_id: {len(self._pinned)} are pinned; unpin some first")
-            self._holdings.pin(path)
-            self._pinned[record_id] = path
-        return path
+            kept = _up_to(stored)
+            self._holdings.pin(kept)
+            self._pinned[record_id] = kept
+        return self._pinned[record_id]
 
     def unpin(self, record_id: int) -> None:
         """Undo a pin. Raises Refused when there is none."""
-        path = self._pinned.pop(record_id, None)
-        if path is None:
+        kept = self._pinned.pop(record_id, None)
+        if kept is None:
             raise Refused(RefusalCode.NOT_FOUND, f"record_id {record_id} is not pinned")
-        self._holdings.unpin(path)
+        self._holdings.unpin(kept)
 
-    def paths(self) -> list[tuple[Record, ...]]:
+    def kept(self) -> list[Kept]:
         """What is pinned here, once for each pin."""
         return list(self._pinned.values())
 
     def check(self) -> None:
-        for record_id, path in self._pinned.items():
-            assert self._holdings.records[record_id].path == path
+        for record_id, kept in self._pinned.items():
+            now = _up_to(self._holdings.inventory.stored[record_id])
+            assert now.path == kept.path
+            assert set(kept.checkpoints) <= set(now.checkpoints)
+
+
+def _up_to(stored: Candidate) -> Kept:
+    """The path to the end of a record, or to a checkpoint, with all checkpoints on it."""
+    record, end = (
+        (stored.record, stored.offset) if isinstance(stored, Checkpoint) else (stored, stored.rows)
+    )
+    path = record.path
+    return Kept(path, tuple(along(path, end)))

@@ -77,6 +77,7 @@ class CatalogService(cachestore_pb2_grpc.CachestoreServicer, ABC):
         for start in range(0, len(ids), _EVICT_RECORDS):
             evicted = evict(ids[start : start + _EVICT_RECORDS])
             answer.records += evicted.records
+            answer.checkpoints += evicted.checkpoints
             answer.bytes += evicted.bytes
             answer.kept += evicted.kept
             await asyncio.sleep(0)
@@ -84,10 +85,14 @@ class CatalogService(cachestore_pb2_grpc.CachestoreServicer, ABC):
         return answer
 
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:
-        path = await self._calls.run(
+        kept = await self._calls.run(
             context, lambda _session, now: self._store.catalog(now).pin(request.record_id)
         )
-        return pb.PinResponse(records=len(path), bytes=sum(each.bytes_held for each in path))
+        return pb.PinResponse(
+            records=len(kept.path),
+            checkpoints=len(kept.checkpoints),
+            bytes=sum(each.bytes_held for each in (*kept.path, *kept.checkpoints)),
+        )
 
     async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:
         await self._calls.run(

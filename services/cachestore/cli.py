@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cachestore import endpoint, shm
 from cachestore.budget import default_budget_bytes, parse_budget, physical_memory_bytes
-from cachestore.config import BUDGET_BYTES_MIN, StoreConfig
+from cachestore.config import BUDGET_BYTES_MIN, CHECKPOINTS_MAX, CHECKPOINTS_MAX_MIN, StoreConfig
 from cachestore.flags import Parser, cachestore_socket, seconds
 from cachestore.server import ServerConfig, run
 
@@ -41,7 +41,8 @@ def _config(flags: argparse.Namespace) -> ServerConfig:
     """Raises ValueError when a flag or an environment variable cannot be used."""
     path = cachestore_socket(flags.socket)
     shm.way_chosen()  # better refused now than at the first slab
-    return ServerConfig(path, StoreConfig(budget_bytes=flags.budget), flags.idle_exit)
+    store = StoreConfig(budget_bytes=flags.budget, checkpoints_max=flags.checkpoints_max)
+    return ServerConfig(path, store, flags.idle_exit)
 
 
 def _parser() -> Parser:
@@ -61,6 +62,14 @@ def _parser() -> Parser:
         default=default_budget_bytes(physical_memory_bytes()),
         help=f"shared memory to hold at most, like 8GiB (default: an eighth of the machine's "
         f"memory; at least {BUDGET_BYTES_MIN >> 20}MiB)",
+    )
+    serve.add_argument(
+        "--checkpoints-max",
+        type=int,
+        metavar="N",
+        default=CHECKPOINTS_MAX,
+        help="checkpoints to keep of one conversation, for models that need them (default: "
+        f"%(default)s; at least {CHECKPOINTS_MAX_MIN})",
     )
     serve.add_argument(
         "--idle-exit",

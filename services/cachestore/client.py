@@ -5,10 +5,6 @@ none, for the caller would otherwise read or overwrite somebody else's bytes.
 """
 
 import contextlib
-import mmap
-import threading
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Self, TypeVar
@@ -21,18 +17,33 @@ from cachestore import endpoint, handover, reply
 from cachestore.config import ENTRIES_PER_CALL_MAX
 from cachestore.frame import SESSION_METADATA
 from cachestore.launch import LaunchError, spawn
-from cachestore.reply import Lease, MatchKind, Piece, Reservation, Span
+from cachestore.reply import (
+    Checkpoint,
+    Extent,
+    Lease,
+    MatchKind,
+    NewCheckpoint,
+    Piece,
+    Reservation,
+    Span,
+    StagedCheckpoint,
+)
+from cachestore.slabs import SlabError, Slabs
 from cachestore.v1 import cachestore_pb2 as pb
 from cachestore.v1 import cachestore_pb2_grpc
 
 __all__ = [
+    "Checkpoint",
     "Client",
+    "Extent",
     "LaunchError",
     "Lease",
     "MatchKind",
+    "NewCheckpoint",
     "Piece",
     "Reservation",
     "Span",
+    "StagedCheckpoint",
     "StoreRefused",
     "StoreUnavailable",
     "spawn",
@@ -94,9 +105,7 @@ class Client:
         self._health = health_pb2_grpc.HealthStub(channel)
         self._metadata = ((SESSION_METADATA, session.token),)
         self._timeout_seconds = timeout_seconds
-        self._slabs: dict[int, mmap.mmap] = {}
-        self._slabs_lock = threading.Lock()
-        self._unmapped: deque[int] = deque()
+        self._slabs = Slabs(session)
         self._closed = False
         self._in_doubt = False
 
@@ -120,8 +129,7 @@ class Client:
         """Ends the session. Views that are still held keep their slabs mapped."""
         self._closed = True
         self._session.close()
-        with self._slabs_lock:
-            self._slabs = {}
+        self._slabs.close()
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -141,7 +149,7 @@ class Client:
 
     @property
     def slab_bytes_mapped(self) -> int:
-        return sum(len(slab) for slab in tuple(self._slabs.values()))
+        return self._slabs.bytes_mapped
 
     def lookup(
         self,
@@ -150,12 +158,18 @@ class Client:
         limit: int,
         announce: bool = False,
         wait_seconds: float = 0.0,
+        *,
+        checkpointed: bool = False,
+        checkpoints: Sequence[int] = (),
     ) -> Lease:
         """Longest prefix of `tokens` (packed uint32, little-endian) held, at most `limit` rows.
 
         With `announce` the caller promises to commit the rows that are missing, and has a lease
         also for a miss; the promise ends with it. With `wait_seconds` the answer may come that
         much later, when somebody else has promised rows of these tokens.
+
+        When `checkpointed`, rows are served up to `Lease.checkpoint`, which is None for a miss,
+        and a promise is worth the positions in `checkpoints`: ascending, at most 64.
         """
         request = pb.LookupRequest(
             namespace=namespace,
@@ -163,10 +177,12 @@ class Client:
             limit=limit,
             announce=announce,
             wait_seconds=wait_seconds,
+            checkpointed=checkpointed,
+            checkpoints=checkpoints,
         )
         answer = self._call(self._stub.Lookup, request, wait_seconds)
-        self._retire(answer.retired_slab_ids)
-        return _checked(lambda: reply.lease(answer, limit))
+        self._slabs.retire(answer.retired_slab_ids)
+        return _checked(lambda: reply.lease(answer, limit, checkpointed))
 
     def renew(self, ids: Sequence[int]) -> list[bool]:
         """Extends leases; says of each whether it was valid all the while.
@@ -175,7 +191,7 @@ class Client:
         them is left: a client that does neither for long should call it without ids.
         """
         answer = self._call(self._stub.Renew, pb.RenewRequest(lease_ids=ids))
-        self._retire(answer.retired_slab_ids)
+        self._slabs.retire(answer.retired_slab_ids)
         if len(answer.valid) != len(ids):
             raise StoreUnavailable(f"{len(answer.valid)} answers for {len(ids)} leases")
         return list(answer.valid)
@@ -191,12 +207,19 @@ class Client:
         record_overhead_bytes: int,
         row_bytes: int,
         label: str,
+        *,
+        checkpointed: bool = False,
+        checkpoints: Sequence[NewCheckpoint] = (),
+        conversation_start: int = 0,
     ) -> Reservation:
         """Room for the rows of `tokens` that the store lacks, of which the caller can write
         those from `first_row` on. Each row takes `row_bytes`, each record the overhead too.
+        And room for the checkpoints that it lacks: positions are ascending, at most 64.
 
         A long sequence takes several reservations, one after the commit of the other, until
-        `Reservation.end` is its last token."""
+        `Reservation.end` is its last token; give all checkpoints each time. What comes after
+        `conversation_start` belongs to one conversation, which keeps a limited number of them;
+        0 when that is not known."""
         request = pb.ReserveRequest(
             namespace=namespace,
             tokens=tokens,
@@ -204,14 +227,29 @@ class Client:
             record_overhead_bytes=record_overhead_bytes,
             row_bytes=row_bytes,
             label=label,
+            checkpointed=checkpointed,
+            checkpoints=[
+                pb.NewCheckpoint(position=new.position, bytes=new.nbytes) for new in checkpoints
+            ],
+            conversation_start=conversation_start,
         )
         with self._ending_on_loss():
             answer = self._call(self._stub.Reserve, request)
             return _checked(lambda: reply.reservation(answer, request))
 
-    def commit(self, reservation_id: int, record_bytes: Sequence[int]) -> int:
-        """Publishes what was written; `record_bytes` has one entry per piece. Rows inserted."""
-        request = pb.CommitRequest(reservation_id=reservation_id, record_bytes=record_bytes)
+    def commit(
+        self,
+        reservation_id: int,
+        record_bytes: Sequence[int],
+        checkpoint_bytes: Sequence[int] = (),
+    ) -> int:
+        """Publishes what was written, all at once; one entry for each piece and for each staged
+        checkpoint. Returns the rows inserted."""
+        request = pb.CommitRequest(
+            reservation_id=reservation_id,
+            record_bytes=record_bytes,
+            checkpoint_bytes=checkpoint_bytes,
+        )
         with self._ending_on_loss():
             return self._call(self._stub.Commit, request).rows_inserted
 
@@ -227,7 +265,8 @@ class Client:
         return list(self._call(self._stub.ListNamespaces, pb.ListNamespacesRequest()).namespaces)
 
     def entries(self, namespace: bytes = b"") -> Iterator[pb.Entry]:
-        """Records of one namespace, or of all, in the order of their ids; a page for each call."""
+        """Records and checkpoints of one namespace, or of all, in the order of their ids; a page
+        for each call."""
         request = pb.ListEntriesRequest(namespace=namespace, limit=ENTRIES_PER_CALL_MAX)
         while True:
             page = self._call(self._stub.ListEntries, request).entries
@@ -270,13 +309,13 @@ class Client:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
-    def record(self, span: Span) -> memoryview:
-        """The bytes of the span's record, read-only. Valid as data while its lease is."""
-        return self._view(span, span.record_bytes).toreadonly()
+    def record(self, held: Span | Checkpoint) -> memoryview:
+        """The bytes of its record, read-only. Valid as data while its lease is."""
+        return self._view(held.extent)[: held.record_bytes].toreadonly()
 
-    def extent(self, piece: Piece) -> memoryview:
-        """Where the piece's record is to be written, all of its extent."""
-        return self._view(piece, piece.length)
+    def extent(self, staged: Piece | StagedCheckpoint) -> memoryview:
+        """Where its record is to be written, all of the extent."""
+        return self._view(staged.extent)
 
     @contextlib.contextmanager
     def _ending_on_loss(self) -> Iterator[None]:
@@ -288,40 +327,11 @@ class Client:
             self._in_doubt = True
             raise
 
-    def _view(self, where: Span | Piece, length: int) -> memoryview:
-        slab = self._slab(where.slab_id)
-        if where.offset + where.length > len(slab):
-            raise StoreUnavailable(
-                f"[{where.offset}, +{where.length}) is outside of slab {where.slab_id}"
-            )
-        return memoryview(slab)[where.offset : where.offset + length]
-
-    def _slab(self, slab_id: int) -> mmap.mmap:
-        with self._slabs_lock:
-            if self._closed:
-                raise StoreUnavailable("the client is closed")
-            slab = self._slabs.get(slab_id)
-            if slab is None:
-                try:
-                    slab = self._session.fetch(slab_id)
-                except handover.HandoverError as error:
-                    raise StoreUnavailable(f"slab {slab_id}: {error}") from error
-                self._slabs[slab_id] = slab
-                # Appending is all that may happen in a finalizer, which runs anywhere.
-                weakref.finalize(slab, self._unmapped.append, slab_id).atexit = False
-            return slab
-
-    def _retire(self, slab_ids: Sequence[int]) -> None:
-        """Lets go of slabs, and tells the daemon of those whose last view is gone."""
-        if slab_ids:
-            with self._slabs_lock:
-                for slab_id in slab_ids:
-                    self._slabs.pop(slab_id, None)
-        while self._unmapped:
-            try:
-                self._session.say_unmapped(self._unmapped.popleft())
-            except (IndexError, handover.HandoverError):
-                return  # another thread has just told, or there is nobody to be told
+    def _view(self, extent: Extent) -> memoryview:
+        try:
+            return self._slabs.view(extent)
+        except SlabError as error:
+            raise StoreUnavailable(str(error)) from error
 
     def _call(
         self,

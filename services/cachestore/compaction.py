@@ -1,12 +1,14 @@
-"""Makes free bytes useful: records that nobody uses move together, so that holes become one."""
+"""Makes free bytes useful: records that nobody uses move together, so that holes become one.
+
+A checkpoint is a record here as any other."""
 
 from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
 from cachestore.arena import Extent
+from cachestore.eviction import Candidate
 from cachestore.holdings import Holdings
-from cachestore.tree import Record
 
 # Of the free bytes, so much should lie in holes that a record of the median size fits in.
 USEFUL_SHARE = 0.9
@@ -28,7 +30,7 @@ class _Gap(NamedTuple):
     cost: float
     slab_id: int
     end: int
-    records: list[Record]
+    records: list[Candidate]
 
 
 class Compaction:
@@ -86,7 +88,7 @@ class Compaction:
 
     def _gaps(self, slab_id: int) -> list[_Gap]:
         gaps = []
-        median = self._holdings.median_bytes
+        median = self._holdings.inventory.median_bytes
         for low, high in pairwise(self._holdings.arena.holes(slab_id)):
             useless = sum(hole.length for hole in (low, high) if hole.length < median)
             end = low.offset + low.length
@@ -97,11 +99,11 @@ class Compaction:
                 )
         return gaps
 
-    def _movable(self, slab_id: int, start: int, end: int) -> list[Record]:
+    def _movable(self, slab_id: int, start: int, end: int) -> list[Candidate]:
         """The records that fill [start, end) of a slab; none unless all can be moved."""
-        records: list[Record] = []
+        records: list[Candidate] = []
         while start < end:
-            record = self._holdings.record_at(slab_id, start)
+            record = self._holdings.inventory.at(slab_id, start)
             if (
                 record is None
                 or record.pins > 0

@@ -19,13 +19,18 @@ ROW_BYTES_MAX = GIB
 LEASE_IDS_PER_CALL_MAX = 4096
 WAIT_SECONDS_MAX = 120
 ENTRIES_PER_CALL_MAX = 256
+CHECKPOINTS_PER_CALL_MAX = 64
+CHECKPOINTS_MAX, CHECKPOINTS_MAX_MIN = 8, 2
 
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
-    """Raises ValueError, naming the flag, for a budget that is too small."""
+    """Raises ValueError, naming the flag, for a budget or a number that is too small."""
 
     budget_bytes: int
+    # Of one conversation, and again of what it shares with others before it begins. A turn adds
+    # up to three: at the last message, before the last token of the prompt, after the reply.
+    checkpoints_max: int = CHECKPOINTS_MAX
     record_tokens: int = 256
     lease_seconds: float = 30.0
     reservation_seconds: float = 30.0
@@ -51,6 +56,10 @@ class StoreConfig:
             assert self.slab_bytes_override % EXTENT_UNIT_BYTES == 0
         elif self.budget_bytes < BUDGET_BYTES_MIN:
             raise ValueError(f"--budget is {self.budget_bytes} bytes; give at least 16MiB")
+        if self.checkpoints_max < CHECKPOINTS_MAX_MIN:
+            raise ValueError(
+                f"--checkpoints-max is {self.checkpoints_max}; give at least {CHECKPOINTS_MAX_MIN}"
+            )
 
     @property
     def slab_bytes(self) -> int:

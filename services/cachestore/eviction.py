@@ -1,27 +1,37 @@
 """Who leaves first. A policy chooses victims; the store carries them out."""
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from sortedcontainers import SortedDict
 
-from cachestore.tree import Record
+from cachestore.node import Checkpoint, Record
+
+Candidate: TypeAlias = Record | Checkpoint
 
 
 class LeastRecentlyUsed:
-    """The idle record whose last use is longest ago, over all namespaces.
+    """One order over all namespaces. First go rows that no lookup can reach, and then whatever may
+    leave and was not used for longest:
+
+        rows that need no checkpoint   idle records, so from the ends of sequences
+        checkpointed rows              checkpoints without a pin; rows become unreachable with the
+                                       last checkpoint on or behind them
 
     Using a path makes all records of it as recent as its end, so a record is never more recent
-    than the one it hangs on. Uses are numbered. Records with the same number lie on one path,
-    where at most one is idle, so the number alone orders the candidates. Every operation is
+    than the one it hangs on. A checkpoint has a recency of its own, for its neighbours are of no
+    use to whom it serves. Uses are numbered. Records with the same number lie on one path, where
+    at most one is idle, so the number alone orders the candidates. Every operation is
     O(log candidates), beside the length of the path.
     """
 
     def __init__(self) -> None:
         self._uses = 0
-        self._candidates: SortedDict[int, Record] = SortedDict()
+        self._unreachable: dict[Record, None] = {}
+        self._candidates: SortedDict[int, Candidate] = SortedDict()
 
     def __len__(self) -> int:
-        return len(self._candidates)
+        return len(self._unreachable) + len(self._candidates)
 
     def use(self, path: Sequence[Record]) -> None:
         """Make the records of a path, from the root down, the most recent ones."""
@@ -34,34 +44,47 @@ class LeastRecentlyUsed:
             record.last_used = self._uses
         self.settle(path[-1])
 
-    def settle(self, record: Record) -> None:
-        """Take note that a record in a tree may have become idle, or may no longer be."""
-        if not record.idle:
-            self._withdraw(record)
-        elif record.last_used not in self._candidates:
-            self._candidates[record.last_used] = record
+    def use_checkpoint(self, checkpoint: Checkpoint) -> None:
+        self._withdraw(checkpoint)
+        self._uses += 1
+        checkpoint.last_used = self._uses
+        self.settle(checkpoint)
+
+    def settle(self, candidate: Candidate) -> None:
+        """Take note that something in a tree may have become idle, or may no longer be."""
+        if not candidate.idle:
+            self._withdraw(candidate)
+        elif isinstance(candidate, Record) and candidate.unreachable:
+            self._unreachable[candidate] = None
         else:
-            assert self._candidates[record.last_used] is record
+            held = self._candidates.setdefault(candidate.last_used, candidate)
+            assert held is candidate
 
-    def forget(self, record: Record) -> None:
-        """The record has left its tree."""
-        self._withdraw(record)
+    def forget(self, candidate: Candidate) -> None:
+        """It has left its tree."""
+        self._withdraw(candidate)
 
-    def victim(self) -> Record | None:
-        """The record to remove next; None when nothing may leave."""
-        if not self._candidates:
-            return None
-        record: Record = self._candidates.peekitem(0)[1]
-        assert record.idle
-        return record
+    def victim(self) -> Candidate | None:
+        """What to remove next; None when nothing may leave."""
+        victim: Candidate | None = next(iter(self._unreachable), None)
+        if victim is None and self._candidates:
+            victim = self._candidates.peekitem(0)[1]
+        assert victim is None or victim.idle
+        return victim
 
-    def check(self, records: Sequence[Record]) -> None:
-        """Verify the candidates against all records that are in a tree."""
-        idle = {record.last_used: record for record in records if record.idle}
-        assert len(idle) == sum(record.idle for record in records)
-        assert dict(self._candidates) == idle
-        assert all(0 < record.last_used <= self._uses for record in records)
+    def check(self, stored: Sequence[Candidate]) -> None:
+        """Verify the candidates against all that is in a tree."""
+        records = [each for each in stored if isinstance(each, Record)]
+        unreachable = {record for record in records if record.unreachable}
+        assert self._unreachable.keys() == unreachable
+        idle = [each for each in stored if each.idle and each not in unreachable]
+        assert dict(self._candidates) == {each.last_used: each for each in idle}
+        assert len(self._candidates) == len(idle)
+        assert not any(record.checkpointed for record in idle if isinstance(record, Record))
+        assert all(0 < each.last_used <= self._uses for each in stored)
 
-    def _withdraw(self, record: Record) -> None:
-        if self._candidates.get(record.last_used) is record:
-            del self._candidates[record.last_used]
+    def _withdraw(self, candidate: Candidate) -> None:
+        if isinstance(candidate, Record):
+            self._unreachable.pop(candidate, None)
+        if self._candidates.get(candidate.last_used) is candidate:
+            del self._candidates[candidate.last_used]

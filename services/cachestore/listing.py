@@ -8,7 +8,15 @@ from rich.table import Table
 from rich.text import Text
 
 from cachestore import record
-from cachestore.report import Report, empty_table, namespace_name, namespace_report, size_text
+from cachestore.report import (
+    Report,
+    contents,
+    contents_texts,
+    empty_table,
+    namespace_name,
+    namespace_report,
+    size_text,
+)
 from cachestore.v1 import cachestore_pb2 as pb
 
 # What is most wanted comes first.
@@ -32,16 +40,19 @@ def entry_report(entry: pb.Entry) -> Report:
         "age_seconds": entry.age_seconds,
         "claims": entry.claims,
         "pinned": entry.pinned,
+        "checkpoint": entry.checkpoint,
     }
 
 
 def entries_table(entries: Sequence[Report], labels: dict[str, str], total: int) -> Group:
     found = empty_table("record", ("tokens", "bytes", "hits", "unused for", "", "of"))
     for entry in entries:
-        first = entry["first_token"]
+        first, position = entry["first_token"], entry["checkpoint"]
+        rows = f"{first:,} to {first + entry['tokens'] - 1:,}"
+        place = f"checkpoint at {position:,}" if position else rows
         found.add_row(
             str(entry["record_id"]),
-            f"{first:,} to {first + entry['tokens'] - 1:,}",
+            place,
             size_text(entry["bytes"]),
             f"{entry['hits']:,}",
             f"{entry['age_seconds']:,.0f} s",
@@ -53,14 +64,12 @@ def entries_table(entries: Sequence[Report], labels: dict[str, str], total: int)
 
 
 def namespaces_table(namespaces: Sequence[pb.NamespaceStats]) -> Table:
-    found = empty_table("namespace", ("model", "bytes", "tokens", "records", "sequences"))
-    for row in map(namespace_report, namespaces):
-        found.add_row(
-            row["namespace"][:16],
-            Text(namespace_name(row["label"])),
-            size_text(row["bytes_used"]),
-            *(f"{row[name]:,}" for name in ("tokens", "records", "sequences")),
-        )
+    rows = [namespace_report(namespace) for namespace in namespaces]
+    columns = contents(rows)
+    found = empty_table("namespace", ("model", "bytes", *columns))
+    for row in rows:
+        label = Text(namespace_name(row["label"]))
+        found.add_row(row["namespace"][:16], label, *contents_texts(row, columns))
     return found
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from cachestore.catalog import Entry
-from cachestore.store import Extent, Span
+from cachestore.store import Extent, Reservation, Span
 from cachestore.v1 import cachestore_pb2 as pb
 from cachestore.verify import Progress
 
@@ -38,6 +38,31 @@ def spans(held: Sequence[Span]) -> pb.Spans:
     )
 
 
+def checkpoint(held: Span, position: int) -> pb.Checkpoint:
+    return pb.Checkpoint(
+        checkpoint_id=held.record_id,
+        extent=extent(held.extent),
+        record_bytes=held.record_bytes,
+        position=position,
+    )
+
+
+def reservation(made: Reservation, seconds: float) -> pb.ReserveResponse:
+    return pb.ReserveResponse(
+        reservation_id=made.id,
+        have=made.have,
+        pieces=[
+            pb.Piece(extent=extent(piece.extent), first_token=piece.first_token, rows=piece.rows)
+            for piece in made.pieces
+        ],
+        checkpoints=[
+            pb.StagedCheckpoint(extent=extent(staged.extent), position=staged.position)
+            for staged in made.checkpoints
+        ],
+        reservation_seconds=seconds,
+    )
+
+
 def entry(held: Entry) -> pb.Entry:
     return pb.Entry(
         namespace=held.namespace,
@@ -49,6 +74,7 @@ def entry(held: Entry) -> pb.Entry:
         age_seconds=held.age_seconds,
         claims=held.claims,
         pinned=held.pinned,
+        checkpoint=held.checkpoint,
     )
 
 

@@ -38,6 +38,15 @@ _KINDS = {
 }
 
 
+class Extent(NamedTuple):
+    """Bytes [offset, offset + length) of a slab."""
+
+    slab_id: int
+    offset: int
+    length: int
+    generation: int
+
+
 class Span(NamedTuple):
     """Rows [first_row, first_row + rows) of one record, whose bytes lie at `offset`.
 
@@ -53,39 +62,69 @@ class Span(NamedTuple):
     first_row: int
     rows: int
 
+    @property
+    def extent(self) -> Extent:
+        return Extent(self.slab_id, self.offset, self.length, self.generation)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The record of a model's state after `position` tokens, in the layers without rows."""
+
+    id: int
+    position: int
+    extent: Extent
+    record_bytes: int
+
 
 @dataclass(frozen=True, slots=True)
 class Lease:
     """A lookup's answer. `id` and `seconds` are 0 when there is nothing to release: for a miss
-    that was not announced."""
+    that was not announced. `checkpoint` is at position `rows`, when the namespace needs them."""
 
     id: int
     kind: MatchKind
     rows: int
     spans: tuple[Span, ...]
     seconds: float
+    checkpoint: Checkpoint | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NewCheckpoint:
+    """A checkpoint that the caller could write: after `position` tokens, in at most `nbytes`."""
+
+    position: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Room for one record of rows [first_token, first_token + rows) of the sequence."""
 
-    slab_id: int
-    offset: int
-    length: int
-    generation: int
+    extent: Extent
     first_token: int
     rows: int
 
 
 @dataclass(frozen=True, slots=True)
+class StagedCheckpoint:
+    """Room for the record of a checkpoint."""
+
+    position: int
+    extent: Extent
+
+
+@dataclass(frozen=True, slots=True)
 class Reservation:
     """Room for rows [have, end); rows [0, have) are held by the store already. When `end` is not
-    the last token, the rest takes another reservation after the commit of this one."""
+    the last token, the rest takes another reservation after the commit of this one. And room for
+    those checkpoints, of the ones asked for, up to `end` that are not held."""
 
     id: int
     have: int
     pieces: tuple[Piece, ...]
+    checkpoints: tuple[StagedCheckpoint, ...]
     seconds: float
 
     @property
@@ -93,7 +132,7 @@ class Reservation:
         return self.pieces[-1].first_token + self.pieces[-1].rows if self.pieces else self.have
 
 
-def lease(reply: cachestore_pb2.LookupResponse, limit: int) -> Lease:
+def lease(reply: cachestore_pb2.LookupResponse, limit: int, checkpointed: bool = False) -> Lease:
     """Checks the answer to a lookup of at most `limit` rows."""
     kind = _KINDS.get(reply.kind)
     spans = _spans(reply.spans)
@@ -103,10 +142,13 @@ def lease(reply: cachestore_pb2.LookupResponse, limit: int) -> Lease:
         raise Contradiction(f"a match of {reply.rows} rows, other than its spans or over {limit}")
     if kind is MatchKind.MISS and spans:
         raise Contradiction("a miss with rows")
+    if reply.HasField("checkpoint") is not (checkpointed and bool(spans)):
+        raise Contradiction("rows without the checkpoint that they need, or one without rows")
+    checkpoint = _checkpoint(reply.checkpoint, reply.rows) if checkpointed and spans else None
     if not spans and reply.lease_id == 0:
         return Lease(0, kind, 0, (), 0.0)
     _check_promise(reply.lease_id, reply.lease_seconds)
-    return Lease(reply.lease_id, kind, reply.rows, spans, reply.lease_seconds)
+    return Lease(reply.lease_id, kind, reply.rows, spans, reply.lease_seconds, checkpoint)
 
 
 def reservation(
@@ -121,14 +163,17 @@ def reservation(
     for piece in pieces:
         if piece.first_token != row:
             raise Contradiction(f"a piece from row {piece.first_token} instead of {row}")
-        if piece.length < request.record_overhead_bytes + piece.rows * request.row_bytes:
-            raise Contradiction(f"{piece.length} bytes for {piece.rows} rows")
+        if piece.extent.length < request.record_overhead_bytes + piece.rows * request.row_bytes:
+            raise Contradiction(f"{piece.extent.length} bytes for {piece.rows} rows")
         row += piece.rows
     if row > tokens or (row < tokens and not pieces):
         raise Contradiction(f"a reservation up to row {row} of {tokens}")
-    _check_disjoint(pieces)
+    checkpoints = _staged(reply.checkpoints, request.checkpoints, row)
+    _check_disjoint([each.extent for each in (*pieces, *checkpoints)])
     _check_promise(reply.reservation_id, reply.reservation_seconds)
-    return Reservation(reply.reservation_id, reply.have, pieces, reply.reservation_seconds)
+    return Reservation(
+        reply.reservation_id, reply.have, pieces, checkpoints, reply.reservation_seconds
+    )
 
 
 def _spans(columns: cachestore_pb2.Spans) -> tuple[Span, ...]:
@@ -146,35 +191,58 @@ def _spans(columns: cachestore_pb2.Spans) -> tuple[Span, ...]:
         raise Contradiction("spans whose columns differ in length")
     spans = tuple(map(Span._make, zip(*fields, strict=True)))
     for span in spans:
-        _check_extent(span.offset, span.length, span.rows)
+        _check_extent(span.offset, span.length)
+        if span.rows == 0:
+            raise Contradiction("a span without rows")
         if not 0 < span.record_bytes <= span.length:
             raise Contradiction(f"a record of {span.record_bytes} bytes in {span.length}")
     return spans
 
 
 def _piece(piece: cachestore_pb2.Piece) -> Piece:
-    extent = piece.extent
-    _check_extent(extent.offset, extent.length, piece.rows)
-    return Piece(
-        slab_id=extent.slab_id,
-        offset=extent.offset,
-        length=extent.length,
-        generation=extent.generation,
-        first_token=piece.first_token,
-        rows=piece.rows,
-    )
+    if piece.rows == 0:
+        raise Contradiction("a piece without rows")
+    return Piece(_extent(piece.extent), piece.first_token, piece.rows)
 
 
-def _check_extent(offset: int, length: int, rows: int) -> None:
-    if offset % _EXTENT_UNIT_BYTES or length % _EXTENT_UNIT_BYTES or length == 0 or rows == 0:
-        raise Contradiction(f"{rows} rows in [{offset}, +{length})")
+def _checkpoint(checkpoint: cachestore_pb2.Checkpoint, rows: int) -> Checkpoint:
+    extent = _extent(checkpoint.extent)
+    if checkpoint.position != rows:
+        raise Contradiction(f"a checkpoint at {checkpoint.position} for {rows} rows")
+    if not 0 < checkpoint.record_bytes <= extent.length:
+        raise Contradiction(f"a checkpoint of {checkpoint.record_bytes} bytes in {extent.length}")
+    return Checkpoint(checkpoint.checkpoint_id, rows, extent, checkpoint.record_bytes)
 
 
-def _check_disjoint(pieces: Sequence[Piece]) -> None:
-    ordered = sorted(pieces, key=lambda piece: (piece.slab_id, piece.offset))
-    for left, right in pairwise(ordered):
+def _staged(
+    staged: Sequence[cachestore_pb2.StagedCheckpoint],
+    wanted: Sequence[cachestore_pb2.NewCheckpoint],
+    end: int,
+) -> tuple[StagedCheckpoint, ...]:
+    sizes = {new.position: new.bytes for new in wanted if new.position <= end}
+    checkpoints = tuple(StagedCheckpoint(each.position, _extent(each.extent)) for each in staged)
+    for each in checkpoints:
+        if not 0 < sizes.get(each.position, 0) <= each.extent.length:
+            raise Contradiction(f"{each.extent.length} bytes for a checkpoint at {each.position}")
+    if any(left.position >= right.position for left, right in pairwise(checkpoints)):
+        raise Contradiction("checkpoints that are not in order")
+    return checkpoints
+
+
+def _extent(extent: cachestore_pb2.Extent) -> Extent:
+    _check_extent(extent.offset, extent.length)
+    return Extent(extent.slab_id, extent.offset, extent.length, extent.generation)
+
+
+def _check_extent(offset: int, length: int) -> None:
+    if offset % _EXTENT_UNIT_BYTES or length % _EXTENT_UNIT_BYTES or length == 0:
+        raise Contradiction(f"an extent of [{offset}, +{length})")
+
+
+def _check_disjoint(extents: Sequence[Extent]) -> None:
+    for left, right in pairwise(sorted(extents)):
         if left.slab_id == right.slab_id and left.offset + left.length > right.offset:
-            raise Contradiction(f"two pieces at offset {right.offset} of slab {right.slab_id}")
+            raise Contradiction(f"two extents at offset {right.offset} of slab {right.slab_id}")
 
 
 def _check_promise(promise_id: int, seconds: float) -> None:

@@ -1,5 +1,6 @@
 """What `cachestore-admin stats` shows, as plain data and as tables."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -11,6 +12,11 @@ from cachestore.v1 import cachestore_pb2 as pb
 Report = dict[str, Any]
 
 _KINDS = ("exact", "supersequence", "prefix", "lcp", "miss")
+_WRITES = (
+    *("committed", "rows_inserted", "rows_duplicate", "refused", "dropped"),
+    *("checkpoints_inserted", "checkpoints_duplicate"),
+)
+_CONTENTS = ("tokens", "records", "sequences", "checkpoints")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -22,15 +28,14 @@ def report(stats: pb.StatsResponse) -> Report:
         *("bytes_padding", "bytes_stranded", "slabs", "records", "sequences"),
         *("tokens", "evictions", "bytes_evicted", "sessions", "leases", "reservations"),
         *("waiting", "announced", "pinned", "slab_failures", "check_failures"),
-        *("bytes_useful", "bytes_moved"),
+        *("bytes_useful", "bytes_moved", "checkpoints", "bytes_checkpoints"),
+        *("checkpoints_evicted", "checkpoints_surplus"),
     )
     return {
         **_fields(stats, names),
         "namespaces": [namespace_report(namespace) for namespace in stats.namespaces],
         "lookups": _lookups(stats.lookups),
-        "writes": _fields(
-            stats.writes, ("committed", "rows_inserted", "rows_duplicate", "refused", "dropped")
-        ),
+        "writes": _fields(stats.writes, _WRITES),
     }
 
 
@@ -50,7 +55,7 @@ def _fields(message: object, names: tuple[str, ...]) -> Report:
 
 
 def namespace_report(namespace: pb.NamespaceStats) -> Report:
-    names = ("label", "bytes_used", "tokens", "records", "sequences")
+    names = ("label", "bytes_used", "bytes_checkpoints", "checkpointed", *_CONTENTS)
     return {"namespace": namespace.namespace.hex(), **_fields(namespace, names)}
 
 
@@ -72,18 +77,20 @@ def _memory(found: Report) -> Table:
     for name in ("budget", "slabs", "used", "reserved", "quarantined", "retiring", "free"):
         size = found[f"bytes_{name}"]
         table.add_row(name, size_text(size), _percent(size / found["bytes_budget"]))
-    for kind, name in (("used", "padding"), ("used", "stranded"), ("free", "useful")):
+    parts = {"checkpoints": "used", "padding": "used", "stranded": "used", "useful": "free"}
+    for name, kind in parts.items():
         size = found[f"bytes_{name}"]
         table.add_row(f"{kind}: {name}", size_text(size), _percent(size / found["bytes_budget"]))
     return table
 
 
 def _namespaces(found: Report) -> Table:
-    table = empty_table("namespace", ("bytes", "tokens", "records", "sequences"))
+    columns = contents([found])
+    table = empty_table("namespace", ("bytes", *columns))
     for row in found["namespaces"]:
         name = f"{namespace_name(row['label'])} ({row['namespace'][:8]})"
-        table.add_row(Text(name), size_text(row["bytes_used"]), *_counts(row))
-    table.add_row("all", size_text(found["bytes_used"]), *_counts(found))
+        table.add_row(Text(name), *contents_texts(row, columns))
+    table.add_row("all", *contents_texts(found, columns))
     return table
 
 
@@ -104,7 +111,12 @@ def _activity(found: Report) -> Table:
     table.add_row(
         "writes", ", ".join(f"{writes[name]:,} {name.replace('_', ' ')}" for name in writes)
     )
-    table.add_row("evictions", f"{found['evictions']:,} ({size_text(found['bytes_evicted'])})")
+    table.add_row(
+        "evictions",
+        f"{found['evictions']:,} records, {found['checkpoints_evicted']:,} checkpoints; "
+        f"{found['checkpoints_surplus']:,} checkpoints too many of a conversation "
+        f"({size_text(found['bytes_evicted'])})",
+    )
     table.add_row("moved to make free bytes useful", size_text(found["bytes_moved"]))
     if found["slab_failures"]:
         table.add_row("no memory for a slab", f"{found['slab_failures']:,} times")
@@ -126,8 +138,13 @@ def empty_table(first: str, columns: tuple[str, ...]) -> Table:
     return table
 
 
-def _counts(row: Report) -> list[str]:
-    return [f"{row[name]:,}" for name in ("tokens", "records", "sequences")]
+def contents(rows: Iterable[Report]) -> tuple[str, ...]:
+    """What there is to be counted: most models need no checkpoints."""
+    return _CONTENTS if any(row["checkpoints"] for row in rows) else _CONTENTS[:-1]
+
+
+def contents_texts(row: Report, columns: tuple[str, ...]) -> list[str]:
+    return [size_text(row["bytes_used"]), *(f"{row[name]:,}" for name in columns)]
 
 
 def namespace_name(label: str) -> str:

@@ -13,7 +13,7 @@ from cachestore.config import StoreConfig
 from cachestore.latency import Latencies
 from cachestore.retirement import Retirement, Slab
 from cachestore.session import SessionServer
-from cachestore.store import Match, Store
+from cachestore.store import Match, NewCheckpoint, Query, Sizes, Store, Target
 from cachestore.v1 import cachestore_pb2 as pb
 from cachestore.validation import require_wait
 
@@ -48,16 +48,23 @@ class CachestoreService(CatalogService):
 
     async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:
         deadline = self._clock() + request.wait_seconds
+        query = Query(
+            namespace=request.namespace,
+            tokens=request.tokens,
+            limit=request.limit,
+            announce=request.announce,
+            checkpointed=request.checkpointed,
+            checkpoints=tuple(request.checkpoints),
+        )
 
         def lookup(session: int, now: float) -> Match:
             """In one step, so that of several that waited for the same rows one is told to
             compute them, and the others see its announcement."""
             require_wait(request.wait_seconds)
-            asked = (request.namespace, request.tokens, request.limit, now)
             may_wait = now < deadline and len(self._calls.waiting) < self._config.max_waiting
-            if may_wait and self._store.rows_to_come(*asked):
+            if may_wait and self._store.rows_to_come(query, now):
                 raise RowsToCome(deadline - now)
-            return self._store.lookup(session, *asked, request.announce)
+            return self._store.lookup(session, query, now)
 
         match = await self._calls.run(context, self._timed(lookup))
         return pb.LookupResponse(
@@ -65,6 +72,7 @@ class CachestoreService(CatalogService):
             kind=pb.MatchKind.ValueType(match.kind),
             rows=match.rows,
             spans=messages.spans(match.spans),
+            checkpoint=match.checkpoint and messages.checkpoint(match.checkpoint, match.rows),
             lease_id=match.lease_id,
             lease_seconds=self._config.lease_seconds if match.lease_id else 0.0,
         )
@@ -86,41 +94,31 @@ class CachestoreService(CatalogService):
         return pb.ReleaseResponse()
 
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:
+        target = Target(
+            namespace=request.namespace,
+            tokens=request.tokens,
+            first_row=request.first_row,
+            record_overhead_bytes=request.record_overhead_bytes,
+            row_bytes=request.row_bytes,
+            label=request.label,
+            checkpointed=request.checkpointed,
+            checkpoints=tuple(NewCheckpoint(c.position, c.bytes) for c in request.checkpoints),
+            conversation_start=request.conversation_start,
+        )
         reservation = await self._calls.run(
-            context,
-            lambda session, now: self._store.reserve(
-                session,
-                request.namespace,
-                request.tokens,
-                request.first_row,
-                request.record_overhead_bytes,
-                request.row_bytes,
-                request.label,
-                now,
-            ),
+            context, lambda session, now: self._store.reserve(session, target, now)
         )
-        return pb.ReserveResponse(
-            reservation_id=reservation.id,
-            have=reservation.have,
-            pieces=[
-                pb.Piece(
-                    extent=messages.extent(piece.extent),
-                    first_token=piece.first_token,
-                    rows=piece.rows,
-                )
-                for piece in reservation.pieces
-            ],
-            reservation_seconds=self._config.reservation_seconds,
-        )
+        return messages.reservation(reservation, self._config.reservation_seconds)
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
-        rows = await self._calls.run(
+        sizes = Sizes(request.record_bytes, request.checkpoint_bytes)
+        inserted = await self._calls.run(
             context,
-            lambda session, now: self._store.commit(
-                session, request.reservation_id, request.record_bytes, now
-            ),
+            lambda session, now: self._store.commit(session, request.reservation_id, sizes, now),
         )
-        return pb.CommitResponse(rows_inserted=rows)
+        return pb.CommitResponse(
+            rows_inserted=inserted.rows, checkpoints_inserted=inserted.checkpoints
+        )
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         await self._calls.run(

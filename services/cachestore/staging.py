@@ -1,26 +1,28 @@
 """Writes that are under way: from the reservation to the commit, or to any other end."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cachestore.arena import Extent, State, aligned
-from cachestore.config import TOKEN_BYTES, StoreConfig
-from cachestore.holdings import Holdings, Piece
+from cachestore.config import StoreConfig
+from cachestore.holdings import Holdings, Kept
 from cachestore.lease import Claims
 from cachestore.refusal import NeedSlab, RefusalCode, Refused
 from cachestore.stats import WriteCounts
-from cachestore.tree import Record, Walk
-from cachestore.validation import exhausted, require_record_bytes
+from cachestore.tree import Walk
+from cachestore.validation import exhausted, require_kind, require_sizes
+from cachestore.write import Inserted, NewCheckpoint, Piece, Sizes, Staged, StagedCheckpoint, Target
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
     """Rows [0, have) are held and pinned; the pieces are for those behind, in order. They may end
-    before the last row: then commit them, and reserve again for the rest."""
+    before the last row: then commit them, and reserve again for the rest, checkpoints included."""
 
     id: int
     have: int
     pieces: tuple[Piece, ...]
+    checkpoints: tuple[StagedCheckpoint, ...]
 
     @property
     def end(self) -> int:
@@ -29,24 +31,9 @@ class Reservation:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """What a reservation is for: the whole sequence, and how large its records get. Once staged,
-    as much of the sequence as is staged, and whether that is all of it."""
-
-    namespace: bytes
-    tokens: bytes
-    count: int
-    record_overhead_bytes: int
-    row_bytes: int
-    label: str
-    whole: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class _Staged:
-    target: Target
-    pieces: tuple[Piece, ...]
-    path: tuple[Record, ...]
+class _Write:
+    staged: Staged
+    kept: Kept
 
 
 class Staging:
@@ -65,15 +52,17 @@ class Staging:
         self.counts = WriteCounts()
         self._config = config
         self._holdings = holdings
-        self._reservations: Claims[_Staged] = Claims(config.reservation_seconds, new_id)
+        self._reservations: Claims[_Write] = Claims(config.reservation_seconds, new_id)
         # By session and reservation: the writer may still be copying.
-        self._lapsed: dict[int, dict[int, tuple[Piece, ...]]] = {}
+        self._lapsed: dict[int, dict[int, list[Extent]]] = {}
 
     def __len__(self) -> int:
         return len(self._reservations)
 
     def reserve(self, session: int, walk: Walk, target: Target, now: float) -> Reservation:
-        """Pin the path of `walk`, and allocate extents for the rows behind it."""
+        """Pin the path of `walk`, and allocate extents for the rows behind it and for checkpoints
+        that are not on it."""
+        require_kind(target.checkpointed, self._kind(target.namespace))
         try:
             self._require_place(session, target.namespace)
             rows_max = self._record_rows(target)
@@ -81,102 +70,104 @@ class Staging:
             rows = [min(rows_max, target.count - start) for start in starts]
             overhead = target.record_overhead_bytes
             lengths = [aligned(overhead + n * target.row_bytes) for n in rows]
+            missing = self._missing(walk, target)
             # All of it must fit, although it may take several reservations.
-            self._holdings.require_bytes(sum(lengths))
-            extents = self._allocate(walk.path, lengths[: self._config.max_records_per_reservation])
+            needed = sum(lengths) + sum(aligned(new.nbytes) for new in missing)
+            self._holdings.require_bytes(needed)
+            del lengths[self._config.max_records_per_reservation :]
+            end = walk.depth + sum(rows[: len(lengths)])
+            reachable = [new for new in missing if new.position <= end]
+            kept = Kept(walk.path)
+            extents = self._allocate(kept, [*lengths, *(aligned(new.nbytes) for new in reachable)])
         except Refused:
             self.counts.refused += 1
             raise
-        # As many as there are extents.
-        pieces = tuple(map(Piece, extents, starts, rows))
-        staged = _Staged(_until(target, walk.depth + sum(rows[: len(extents)])), pieces, walk.path)
-        return Reservation(self._reservations.open(session, staged, now), walk.depth, pieces)
+        # The first extents are for rows, as many as there are lengths.
+        pieces = tuple(map(Piece, extents[: len(lengths)], starts, rows))
+        positions = [new.position for new in reachable]
+        checkpoints = tuple(map(StagedCheckpoint, extents[len(lengths) :], positions))
+        write = _Write(Staged(target.until(end), pieces, checkpoints), kept)
+        reservation_id = self._reservations.open(session, write, now)
+        return Reservation(reservation_id, walk.depth, pieces, checkpoints)
 
     def commit(
-        self, session: int, reservation_id: int, record_bytes: Sequence[int], now: float
-    ) -> tuple[Target, int]:
-        """Publish a write; returns what it was for, and how many rows it added."""
-        staged = self._reservations.get(session, reservation_id)
-        if staged is None:
+        self, session: int, reservation_id: int, sizes: Sizes, now: float
+    ) -> tuple[Staged, Inserted]:
+        """Publish a write; returns what it was, and how much of it was missing."""
+        write = self._reservations.get(session, reservation_id)
+        if write is None:
             self._end_quarantine(session, reservation_id)
             raise Refused(
                 RefusalCode.FAILED_PRECONDITION,
                 f"reservation_id {reservation_id} has lapsed or never was; reserve again",
             )
-        require_record_bytes(record_bytes, staged.pieces)
+        staged = write.staged
+        require_sizes("record_bytes", sizes.records, staged.pieces)
+        require_sizes("checkpoint_bytes", sizes.checkpoints, staged.checkpoints)
         self._reservations.close(session, reservation_id)
-        target = staged.target
-        inserted = self._holdings.insert(
-            target.namespace,
-            target.label,
-            target.tokens,
-            target.whole,
-            staged.pieces,
-            record_bytes,
-            now,
-        )
-        self._holdings.unpin(staged.path)
-        self.counts.committed += 1
-        self.counts.rows_inserted += inserted
-        self.counts.rows_duplicate += sum(piece.rows for piece in staged.pieces) - inserted
-        return target, inserted
+        inserted = self._holdings.insert(staged, sizes, now)
+        self._holdings.unpin(write.kept)
+        self.counts.add(staged, inserted)
+        return staged, inserted
 
     def abort(self, session: int, reservation_id: int) -> None:
         """Drop a write, whose writer has stopped writing; unknown ones are ignored."""
-        staged = self._reservations.close(session, reservation_id)
-        if staged is None:
+        write = self._reservations.close(session, reservation_id)
+        if write is None:
             self._end_quarantine(session, reservation_id)
             return
-        self._drop(staged)
-        self._free(staged.pieces)
+        self._drop(write)
+        self._free(write.staged.extents)
 
     def lapse(self, now: float) -> None:
-        for session, reservation_id, staged in self._reservations.lapse(now):
-            self._drop(staged)
-            for piece in staged.pieces:
-                self._holdings.arena.turn(piece.extent, State.QUARANTINED)
-            if staged.pieces:
-                self._lapsed.setdefault(session, {})[reservation_id] = staged.pieces
+        for session, reservation_id, write in self._reservations.lapse(now):
+            self._drop(write)
+            extents = write.staged.extents
+            for extent in extents:
+                self._holdings.arena.turn(extent, State.QUARANTINED)
+            if extents:
+                self._lapsed.setdefault(session, {})[reservation_id] = extents
 
     def close_session(self, session: int) -> None:
         """Its client is gone: nobody writes to its extents."""
-        for staged in self._reservations.close_session(session):
-            self._drop(staged)
-            self._free(staged.pieces)
-        for pieces in self._lapsed.pop(session, {}).values():
-            self._free(pieces)
+        for write in self._reservations.close_session(session):
+            self._drop(write)
+            self._free(write.staged.extents)
+        for extents in self._lapsed.pop(session, {}).values():
+            self._free(extents)
 
-    def paths(self) -> list[tuple[Record, ...]]:
+    def kept(self) -> list[Kept]:
         """What is pinned here, once for each reservation."""
-        return [staged.path for staged in self._reservations.held()]
+        return [write.kept for write in self._reservations.held()]
 
     def check(self) -> None:
         """Verify every invariant, in time proportional to all writes and their extents."""
         self._reservations.check()
         arena = self._holdings.arena
-        reserved = [p.extent for staged in self._reservations.held() for p in staged.pieces]
+        writes = self._reservations.held()
+        reserved = [extent for write in writes for extent in write.staged.extents]
         assert all(self._lapsed.values())
-        lapsed = [
-            piece.extent
-            for of_session in self._lapsed.values()
-            for pieces in of_session.values()
-            for piece in pieces
-        ]
+        of_sessions = self._lapsed.values()
+        lapsed = [e for session in of_sessions for extents in session.values() for e in extents]
         for state, extents in ((State.RESERVED, reserved), (State.QUARANTINED, lapsed)):
             assert arena.held(state) == set(extents)
             assert len(arena.held(state)) == len(extents)
+        for write in writes:
+            target = write.staged.target
+            assert self._holdings.checkpointed(target.namespace) in (target.checkpointed, None)
+            assert target.checkpointed or not write.staged.checkpoints
 
-    def _allocate(self, path: Sequence[Record], lengths: Sequence[int]) -> list[Extent]:
+    def _allocate(self, kept: Kept, lengths: Sequence[int]) -> list[Extent]:
         """Pin the path first, so that making room cannot evict it."""
-        self._holdings.pin(path)
+        self._holdings.pin(kept)
         try:
             return self._holdings.allocate(lengths)
         except (NeedSlab, Refused):
-            self._holdings.unpin(path)
+            self._holdings.unpin(kept)
             raise
 
-    def _drop(self, staged: _Staged) -> None:
-        self._holdings.unpin(staged.path)
+    def _drop(self, write: _Write) -> None:
+        self._holdings.unpin(write.kept)
         self.counts.dropped += 1
 
     def _end_quarantine(self, session: int, reservation_id: int) -> None:
@@ -185,9 +176,17 @@ class Staging:
         if not of_session:
             self._lapsed.pop(session, None)
 
-    def _free(self, pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
-            self._holdings.arena.free(piece.extent)
+    def _free(self, extents: Sequence[Extent]) -> None:
+        for extent in extents:
+            self._holdings.arena.free(extent)
+
+    def _kind(self, namespace: bytes) -> bool | None:
+        """Whether the namespace is checkpointed; None when nothing is held or staged there."""
+        held = self._holdings.checkpointed(namespace)
+        if held is not None:
+            return held
+        targets = (write.staged.target for write in self._reservations.held())
+        return next((t.checkpointed for t in targets if t.namespace == namespace), None)
 
     def _require_place(self, session: int, namespace: bytes) -> None:
         """Refuse one reservation, or one namespace, too many."""
@@ -197,7 +196,7 @@ class Staging:
             )
         known = self._holdings.namespaces
         if namespace not in known:
-            staged = {staged.target.namespace for staged in self._reservations.held()}
+            staged = {write.staged.target.namespace for write in self._reservations.held()}
             if len(staged | known.keys() | {namespace}) > self._config.max_namespaces:
                 raise exhausted(
                     f"namespace: {self._config.max_namespaces} are held already; flush the store"
@@ -214,8 +213,14 @@ class Staging:
             )
         return rows
 
-
-def _until(target: Target, end: int) -> Target:
-    if end == target.count:
-        return target
-    return replace(target, tokens=target.tokens[: end * TOKEN_BYTES], count=end, whole=False)
+    def _missing(self, walk: Walk, target: Target) -> list[NewCheckpoint]:
+        """Checkpoints of the target that are not held yet."""
+        held = {checkpoint.position for checkpoint in walk.checkpoints()}
+        missing = [new for new in target.checkpoints if new.position not in held]
+        for new in missing:
+            if new.nbytes > self._config.slab_bytes:
+                raise exhausted(
+                    f"checkpoints: the one at {new.position} takes {new.nbytes} bytes, "
+                    f"a slab has {self._config.slab_bytes}; raise --budget"
+                )
+        return missing

@@ -1,9 +1,12 @@
 """Everything that the store counts; the fields are those of StatsResponse in the proto."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from cachestore.node import Checkpoint, Stored
 from cachestore.tree import MatchKind
+from cachestore.write import Inserted, Staged
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +17,9 @@ class NamespaceStatistics:
     tokens: int
     records: int
     sequences: int
+    checkpointed: bool
+    checkpoints: int
+    bytes_checkpoints: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,8 @@ class WriteStatistics:
     rows_duplicate: int
     refused: int
     dropped: int
+    checkpoints_inserted: int
+    checkpoints_duplicate: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +60,14 @@ class Statistics:
     records: int
     sequences: int
     tokens: int
+    checkpoints: int
+    bytes_checkpoints: int
     namespaces: tuple[NamespaceStatistics, ...]
     lookups: LookupStatistics
     writes: WriteStatistics
     evictions: int
+    checkpoints_evicted: int
+    checkpoints_surplus: int
     bytes_evicted: int
     bytes_moved: int
     sessions: int
@@ -97,6 +109,16 @@ class WriteCounts:
     rows_duplicate: int = 0
     refused: int = 0
     dropped: int = 0
+    checkpoints_inserted: int = 0
+    checkpoints_duplicate: int = 0
+
+    def add(self, staged: Staged, inserted: Inserted) -> None:
+        """Count a commit."""
+        self.committed += 1
+        self.rows_inserted += inserted.rows
+        self.rows_duplicate += sum(piece.rows for piece in staged.pieces) - inserted.rows
+        self.checkpoints_inserted += inserted.checkpoints
+        self.checkpoints_duplicate += len(staged.checkpoints) - inserted.checkpoints
 
     def statistics(self) -> WriteStatistics:
         return WriteStatistics(
@@ -105,4 +127,30 @@ class WriteCounts:
             rows_duplicate=self.rows_duplicate,
             refused=self.refused,
             dropped=self.dropped,
+            checkpoints_inserted=self.checkpoints_inserted,
+            checkpoints_duplicate=self.checkpoints_duplicate,
         )
+
+
+@dataclass(slots=True)
+class Departures:
+    """What has left: for room, because a conversation had too many checkpoints, or because no
+    checkpoint led to it any more."""
+
+    records: int = 0
+    checkpoints_evicted: int = 0
+    checkpoints_surplus: int = 0
+    bytes: int = 0
+
+    def evicted(self, gone: Sequence[Stored]) -> None:
+        self.checkpoints_evicted += self._add(gone)
+
+    def surplus(self, gone: Sequence[Stored]) -> None:
+        self.checkpoints_surplus += self._add(gone)
+
+    def _add(self, gone: Sequence[Stored]) -> int:
+        """Returns how many of them are checkpoints."""
+        checkpoints = sum(isinstance(stored, Checkpoint) for stored in gone)
+        self.records += len(gone) - checkpoints
+        self.bytes += sum(stored.bytes_held for stored in gone)
+        return checkpoints

@@ -1,55 +1,49 @@
 """The store: sessions look up, lease, reserve and commit. Bytes of slabs are moved by others."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
-from cachestore.announce import Announcement, Announcements
 from cachestore.arena import Extent, State
 from cachestore.catalog import Catalog
 from cachestore.compaction import Compaction, Move
-from cachestore.config import TOKEN_BYTES, StoreConfig
-from cachestore.holdings import Holdings, Piece
-from cachestore.lease import Claims, random_id
+from cachestore.config import StoreConfig
+from cachestore.eviction import Candidate
+from cachestore.holdings import Holdings
+from cachestore.lease import random_id
+from cachestore.node import Span
 from cachestore.refusal import NeedSlab, RefusalCode, Refused
-from cachestore.staging import Reservation, Staging, Target
-from cachestore.stats import LookupCounts, Statistics
-from cachestore.tree import MatchKind, Record, Span
+from cachestore.serving import NOTHING, Match, Query, Serving
+from cachestore.staging import Reservation, Staging
+from cachestore.stats import Statistics
+from cachestore.tree import MatchKind
 from cachestore.validation import (
-    exhausted,
     require_lease_ids,
+    require_new_checkpoints,
+    require_positions,
     require_record_shape,
     require_rows,
     require_sequence,
 )
+from cachestore.write import Inserted, NewCheckpoint, Piece, Sizes, StagedCheckpoint, Target
 
 __all__ = [
     "Extent",
+    "Inserted",
     "Match",
     "MatchKind",
     "NeedSlab",
+    "NewCheckpoint",
     "Piece",
+    "Query",
     "RefusalCode",
     "Refused",
     "Reservation",
+    "Sizes",
     "Span",
+    "StagedCheckpoint",
     "Store",
+    "Target",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """Rows [0, rows) in order; `lease_id` is 0 for a miss that was not announced."""
-
-    kind: MatchKind
-    rows: int
-    spans: tuple[Span, ...]
-    lease_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Lease:
-    path: tuple[Record, ...]
-    announced: Announcement | None
 
 
 class Store:
@@ -64,15 +58,11 @@ class Store:
         self._holdings = Holdings(config)
         self._counted: dict[int, bool] = {}  # by session
         self._last_session = 0
-        self._leases: Claims[_Lease] = Claims(config.lease_seconds, new_id)
-        self._announcements = Announcements(
-            config.record_tokens, config.max_announced_tokens_per_session
-        )
         self._catalog = Catalog(config, self._holdings)
         self._compaction = Compaction(self._holdings)
-        self._staging = Staging(config, self._holdings, new_id)
-        self._lookups = LookupCounts()
         self._settled: Callable[[], None] = lambda: None
+        self._serving = Serving(config, self._holdings, new_id, self._settle)
+        self._staging = Staging(config, self._holdings, new_id)
         self._growth_after = 0.0
         self._slab_failures = 0
         self._check_failures = 0
@@ -83,9 +73,9 @@ class Store:
         self._settled = settled
 
     @property
-    def records(self) -> Mapping[int, Record]:
-        """By id, the oldest first."""
-        return self._holdings.records
+    def stored(self) -> Mapping[int, Candidate]:
+        """Records and checkpoints by id, the oldest first."""
+        return self._holdings.inventory.stored
 
     @property
     def sound(self) -> bool:
@@ -130,122 +120,78 @@ class Store:
     def close_session(self, session: int, now: float) -> None:
         """End its leases and reservations. Its client is gone: nobody writes to its extents."""
         self.expire(now)
-        for lease in self._leases.close_session(session):
-            self._end_lease(lease)
+        self._serving.close_session(session)
         self._staging.close_session(session)
         del self._counted[session]
         self._settled()
 
-    def rows_to_come(self, namespace: bytes, tokens: bytes, limit: int, now: float) -> int:
+    def rows_to_come(self, query: Query, now: float) -> int:
         """Rows that a lookup could be served if it waited: announced by somebody, not held yet.
 
         0 when they are fewer than a record. Changes nothing but what has lapsed.
         """
         self.expire(now)
-        require_rows("limit", limit, self._require_sequence(namespace, tokens))
-        if not self.sound:
-            return 0
-        return self._announcements.rows_to_come(namespace, tokens[: limit * TOKEN_BYTES])
+        return self._serving.rows_to_come(query) if self.sound else 0
 
-    def lookup(
-        self,
-        session: int,
-        namespace: bytes,
-        tokens: bytes,
-        limit: int,
-        now: float,
-        announce: bool = False,
-    ) -> Match:
-        """Find the longest held prefix, and lease at most `limit` rows of it.
+    def lookup(self, session: int, query: Query, now: float) -> Match:
+        """Find the longest held prefix, and lease what is served of it.
 
         A hit refreshes the recency of the whole path that agrees with the tokens. To announce
         is to promise the rows that are missing; a miss has a lease then, too.
         """
         self.expire(now)
         assert session in self._counted
-        count = self._require_sequence(namespace, tokens)
-        require_rows("limit", limit, count)
         if not self.sound:
-            self._lookups.add(MatchKind.MISS, count, 0)
-            return Match(MatchKind.MISS, rows=0, spans=(), lease_id=0)
-        if self._leases.count(session) >= self._config.max_leases_per_session:
-            raise exhausted(f"lease: {self._leases.count(session)} are open; release some first")
-        walk = self._holdings.walk(namespace, tokens)
-        rows = min(walk.depth, limit)
-        kind = walk.kind if rows else MatchKind.MISS
-        self._lookups.add(kind, count, rows)
-        if rows == 0 and not announce:
-            return Match(kind, rows=0, spans=(), lease_id=0)
-        spans = walk.spans(rows)
-        if rows:
-            self._holdings.hit(walk.path, len(spans), now)
-        lease = _Lease(
-            walk.path[: len(spans)],
-            self._announcements.open(session, namespace, tokens, walk.depth) if announce else None,
-        )
-        self._holdings.pin(lease.path)
-        return Match(kind, rows, spans, self._leases.open(session, lease, now))
+            self._serving.counts.add(MatchKind.MISS, self._serving.require(query), 0)
+            return NOTHING
+        return self._serving.lookup(session, query, now)
 
     def renew(self, session: int, lease_ids: Sequence[int], now: float) -> list[bool]:
         """Extend leases; False for each that has ended, or never was this session's."""
         self.expire(now)
         require_lease_ids(lease_ids)
-        return [self._leases.renew(session, lease_id, now) and self.sound for lease_id in lease_ids]
+        return [valid and self.sound for valid in self._serving.renew(session, lease_ids, now)]
 
     def release(self, session: int, lease_ids: Sequence[int], now: float) -> None:
         """End leases; those that have ended already are ignored."""
         self.expire(now)
         require_lease_ids(lease_ids)
-        for lease_id in lease_ids:
-            lease = self._leases.close(session, lease_id)
-            if lease is not None:
-                self._end_lease(lease)
+        self._serving.release(session, lease_ids)
 
-    def reserve(
-        self,
-        session: int,
-        namespace: bytes,
-        tokens: bytes,
-        first_row: int,
-        record_overhead_bytes: int,
-        row_bytes: int,
-        label: str,
-        now: float,
-    ) -> Reservation:
-        """Stage a write: pin the rows already held, and allocate extents for the others.
+    def reserve(self, session: int, target: Target, now: float) -> Reservation:
+        """Stage a write: pin the rows already held, and allocate extents for the others and for
+        checkpoints that are not held.
 
         Raises NeedSlab, having changed nothing, when the budget allows another slab and no free
         bytes fit; add it and call again.
         """
         self.expire(now)
         assert session in self._counted
-        count = self._require_sequence(namespace, tokens)
-        require_rows("first_row", first_row, count)
-        require_record_shape(record_overhead_bytes, row_bytes, label)
+        self._require_target(target)
         self._require_sound()
-        walk = self._holdings.walk(namespace, tokens)
-        if walk.depth < first_row:
+        walk = self._holdings.walk(target.namespace, target.tokens)
+        if walk.depth < target.first_row:
             raise Refused(
                 RefusalCode.FAILED_PRECONDITION,
-                f"first_row is {first_row}, but only {walk.depth} rows are held; "
+                f"first_row is {target.first_row}, but only {walk.depth} rows are held; "
                 "write from there or look up again",
             )
-        target = Target(namespace, tokens, count, record_overhead_bytes, row_bytes, label)
         return self._staging.reserve(session, walk, target, now)
 
-    def commit(
-        self, session: int, reservation_id: int, record_bytes: Sequence[int], now: float
-    ) -> int:
-        """Publish a staged write, and return how many rows it added.
+    def commit(self, session: int, reservation_id: int, sizes: Sizes, now: float) -> Inserted:
+        """Publish a staged write, rows and checkpoints together; returns what it added.
 
         Also the writer's word that it has stopped writing: after a lapse its extents leave
         quarantine, although the write itself is refused.
         """
         self.expire(now)
         self._require_sound()
-        target, inserted = self._staging.commit(session, reservation_id, record_bytes, now)
-        if self._announcements.commit(target.namespace, target.tokens):
-            self._settled()
+        staged, inserted = self._staging.commit(session, reservation_id, sizes, now)
+        target = staged.target
+        positions = tuple(checkpoint.position for checkpoint in staged.checkpoints)
+        self._serving.committed(
+            target.namespace, target.tokens, positions if target.checkpointed else None
+        )
         return inserted
 
     def abort(self, session: int, reservation_id: int, now: float) -> None:
@@ -255,8 +201,7 @@ class Store:
 
     def expire(self, now: float) -> None:
         """End the leases and reservations whose deadline has come. Cheap when there are none."""
-        for _, _, lease in self._leases.lapse(now):
-            self._end_lease(lease)
+        self._serving.lapse(now)
         self._staging.lapse(now)
         self._holdings.growing = now >= self._growth_after
 
@@ -266,7 +211,7 @@ class Store:
         return self._catalog
 
     def flush(self) -> int:
-        """Drop everything that is not in use or pinned; return how many records that were."""
+        """Drop everything that is not in use or pinned; return how many records of rows went."""
         return self._catalog.evict(self._catalog.everything()).records
 
     def compact(self, move: Move) -> bool:
@@ -278,6 +223,7 @@ class Store:
     def statistics(self, now: float) -> Statistics:
         self.expire(now)
         arena = self._holdings.arena
+        inventory, departures = self._holdings.inventory, self._holdings.departures
         namespaces = self._holdings.statistics()
         return Statistics(
             bytes_budget=self._config.budget_bytes,
@@ -288,22 +234,26 @@ class Store:
             bytes_retiring=arena.bytes_retiring,
             bytes_free=arena.bytes_free,
             bytes_useful=self._holdings.bytes_useful,
-            bytes_padding=self._holdings.bytes_padding,
-            bytes_stranded=self._holdings.bytes_stranded,
+            bytes_padding=inventory.bytes_padding,
+            bytes_stranded=inventory.bytes_stranded,
             slabs=arena.slabs,
-            records=len(self.records),
+            records=sum(namespace.records for namespace in namespaces),
             sequences=sum(namespace.sequences for namespace in namespaces),
             tokens=sum(namespace.tokens for namespace in namespaces),
+            checkpoints=sum(namespace.checkpoints for namespace in namespaces),
+            bytes_checkpoints=sum(namespace.bytes_checkpoints for namespace in namespaces),
             namespaces=namespaces,
-            lookups=self._lookups.statistics(),
+            lookups=self._serving.counts.statistics(),
             writes=self._staging.counts.statistics(),
-            evictions=self._holdings.evictions,
-            bytes_evicted=self._holdings.bytes_evicted,
+            evictions=departures.records,
+            checkpoints_evicted=departures.checkpoints_evicted,
+            checkpoints_surplus=departures.checkpoints_surplus,
+            bytes_evicted=departures.bytes,
             bytes_moved=self._compaction.bytes_moved,
             sessions=sum(self._counted.values()),
-            leases=len(self._leases),
+            leases=self._serving.leases,
             reservations=len(self._staging),
-            announced=len(self._announcements),
+            announced=self._serving.announced,
             pinned=self._catalog.pinned,
             slab_failures=self._slab_failures,
             check_failures=self._check_failures,
@@ -312,21 +262,16 @@ class Store:
     def check(self) -> None:
         """Verify every invariant, in time proportional to everything that is held."""
         self._holdings.check()
-        self._leases.check()
+        self._serving.check()
         self._staging.check()
-        leases = self._leases.held()
-        self._announcements.check([one.announced for one in leases if one.announced is not None])
         assert self._holdings.arena.bytes_slabs <= self._config.budget_bytes
         self._catalog.check()
-        paths = [lease.path for lease in leases] + self._staging.paths() + self._catalog.paths()
-        pins = [record.pins for record in self._holdings.records.values()]
-        assert sum(map(len, paths)) == sum(pins)
+        claims = [*self._serving.kept(), *self._staging.kept(), *self._catalog.kept()]
+        pins = Counter(each for kept in claims for each in (*kept.path, *kept.checkpoints))
+        assert pins == {each: each.pins for each in self.stored.values() if each.pins > 0}
 
-    def _end_lease(self, lease: _Lease) -> None:
-        self._holdings.unpin(lease.path)
-        if lease.announced is not None:
-            self._announcements.close(lease.announced)
-            self._settled()
+    def _settle(self) -> None:
+        self._settled()
 
     def _require_sound(self) -> None:
         if not self.sound:
@@ -334,5 +279,11 @@ class Store:
                 RefusalCode.FAILED_PRECONDITION, "the store has failed its own check; restart it"
             )
 
-    def _require_sequence(self, namespace: bytes, tokens: bytes) -> int:
-        return require_sequence(namespace, tokens, self._config.max_tokens)
+    def _require_target(self, target: Target) -> None:
+        count = require_sequence(target.namespace, target.tokens, self._config.max_tokens)
+        require_rows("first_row", target.first_row, count)
+        require_record_shape(target.record_overhead_bytes, target.row_bytes, target.label)
+        positions = [new.position for new in target.checkpoints]
+        require_positions(target.checkpointed, positions, count)
+        require_new_checkpoints(target.checkpoints)
+        require_rows("conversation_start", target.conversation_start, count)

@@ -1,13 +1,16 @@
 """Which token sequences are held, and which rows of which records hold them."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from operator import attrgetter
 
 import numpy as np
 
 from cachestore.arena import Extent
 from cachestore.config import TOKEN_BYTES
+from cachestore.node import Checkpoint, Record, Span
 
 
 class MatchKind(IntEnum):
@@ -18,70 +21,6 @@ class MatchKind(IntEnum):
     PREFIX = 3  # the walk stops where a stored sequence ends
     LCP = 4  # at least one row is shared
     MISS = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Rows [first_row, first_row + rows) of one record."""
-
-    record_id: int
-    extent: Extent
-    record_bytes: int
-    first_row: int
-    rows: int
-
-    @property
-    def bytes_padding(self) -> int:
-        return self.extent.length - self.record_bytes
-
-    @property
-    def bytes_stranded(self) -> int:
-        """Bytes, in proportion, of the record's rows before the span; another record has them."""
-        return self.record_bytes * self.first_row // (self.first_row + self.rows)
-
-
-@dataclass(slots=True, eq=False)
-class Record:
-    """A node of the tree: a run of tokens, and the span of a record that holds their rows.
-
-    It hangs on the first `fork` tokens of its parent's run. Children are found by their fork and
-    the bytes of their first token. `marks` are the offsets, in 1..rows, at which stored sequences
-    end. The root alone has an empty run and no parent.
-    """
-
-    namespace: bytes
-    run: bytes
-    span: Span
-    parent: "Record | None"
-    fork: int
-    marks: set[int] = field(default_factory=set)
-    children: dict[tuple[int, bytes], "Record"] = field(default_factory=dict)
-    pins: int = 0
-    last_used: int = 0
-    # For people only: lookups that were served rows of it, and the time of its last use.
-    hits: int = 0
-    used_at: float = 0.0
-
-    @property
-    def rows(self) -> int:
-        return self.span.rows
-
-    @property
-    def bytes_held(self) -> int:
-        return self.span.extent.length
-
-    @property
-    def path(self) -> "tuple[Record, ...]":
-        """From the record below the root down to this one."""
-        path = [self]
-        while (above := path[-1].parent) is not None and above.parent is not None:
-            path.append(above)
-        return tuple(reversed(path))
-
-    @property
-    def idle(self) -> bool:
-        """Neither read nor written behind: it may leave."""
-        return self.pins == 0 and not self.children
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +37,8 @@ class Walk:
     def spans(self, rows: int) -> tuple[Span, ...]:
         """The first `rows` rows, one span for each record of the path that has some of them."""
         assert 0 <= rows <= self.depth
-        ends = [record.fork for record in self.path[1:]] + [self.offset]
         spans: list[Span] = []
-        for record, end in zip(self.path, ends, strict=False):
+        for record, end in zip(self.path, _ends(self.path, self.offset), strict=True):
             if rows == 0:
                 break
             taken = min(end, rows)
@@ -108,6 +46,27 @@ class Walk:
             spans.append(record.span if whole else replace(record.span, rows=taken))
             rows -= taken
         return tuple(spans)
+
+    def place(self, position: int) -> tuple[Record, int]:
+        """The record of the path with the last row before a position, and how many rows of it are
+        before the position."""
+        assert 1 <= position <= self.depth
+        record = self.path[bisect_left(self.path, position, key=attrgetter("start")) - 1]
+        return record, position - record.start
+
+    def checkpoint(self, limit: int) -> Checkpoint | None:
+        """The deepest one that all tokens before agree with, at most at position `limit`."""
+        ends = _ends(self.path, self.offset)
+        for record, end in zip(reversed(self.path), reversed(ends), strict=True):
+            reach = min(end, limit - record.start)
+            offset = max((o for o in record.checkpoints if o <= reach), default=0)
+            if offset:
+                return record.checkpoints[offset]
+        return None
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """All that the tokens agree with, by position."""
+        return along(self.path, self.offset)
 
 
 class Tree:
@@ -122,16 +81,19 @@ class Tree:
         record 9                              └─ ... Rome? ──┤
                                              fork            mark 37
 
-    `tokens`, `sequences` and `records` count what a walk can reach.
+    In a checkpointed tree checkpoints lie on offsets of runs, as marks do. `tokens`, `sequences`,
+    `records` and `checkpoints` count what a walk can reach.
     """
 
-    def __init__(self, namespace: bytes) -> None:
+    def __init__(self, namespace: bytes, checkpointed: bool = False) -> None:
         self.namespace = namespace
+        self.checkpointed = checkpointed
         self.tokens = 0
         self.sequences = 0
         self.records = 0
+        self.checkpoints = 0
         nothing = Span(0, Extent(0, 0, 0, 0), record_bytes=0, first_row=0, rows=0)
-        self._root = Record(namespace, run=b"", span=nothing, parent=None, fork=0)
+        self._root = Record(namespace, nothing, b"", None, 0, checkpointed, start=0)
 
     def walk(self, tokens: bytes) -> Walk:
         """The longest stored prefix of `tokens` (packed uint32). Changes nothing."""
@@ -152,7 +114,8 @@ class Tree:
         assert (parent is self._root and fork == 0) or 1 <= fork <= parent.rows
         assert parent.run[fork * TOKEN_BYTES :][:TOKEN_BYTES] != run[:TOKEN_BYTES]
         assert (fork, run[:TOKEN_BYTES]) not in parent.children
-        record = Record(self.namespace, run, span, parent, fork)
+        start = parent.start + fork
+        record = Record(self.namespace, span, run, parent, fork, self.checkpointed, start)
         parent.children[fork, run[:TOKEN_BYTES]] = record
         self.tokens += record.rows
         self.records += 1
@@ -163,6 +126,22 @@ class Tree:
         assert 1 <= offset <= record.rows
         self.sequences += offset not in record.marks
         record.marks.add(offset)
+
+    def attach(self, record: Record, offset: int, span: Span) -> Checkpoint:
+        """Add a checkpoint after the first `offset` tokens of the record's run."""
+        assert self.checkpointed
+        assert 1 <= offset <= record.rows
+        assert offset not in record.checkpoints
+        checkpoint = Checkpoint(self.namespace, span, record, offset)
+        record.checkpoints[offset] = checkpoint
+        self.checkpoints += 1
+        return checkpoint
+
+    def detach(self, checkpoint: Checkpoint) -> None:
+        assert checkpoint.idle
+        removed = checkpoint.record.checkpoints.pop(checkpoint.offset)
+        assert removed is checkpoint
+        self.checkpoints -= 1
 
     def remove(self, record: Record) -> Record | None:
         """Take out an idle record with its marks; return the one it hung on, if not the root."""
@@ -189,13 +168,28 @@ class Tree:
         assert self._root.rows == 0
         assert not self._root.marks
         assert all(fork == 0 for fork, _ in self._root.children)
+        assert not self._root.checkpoints
         records = list(self)
         for record in records:
             _check_record(record, self._root)
-        ids = {record.span.record_id for record in records}
-        assert len(ids) == len(records) == self.records
+        checkpoints = [each for record in records for each in record.checkpoints.values()]
+        ids = {stored.id for stored in (*records, *checkpoints)}
+        assert len(ids) == len(records) + len(checkpoints)
+        assert len(records) == self.records
+        assert len(checkpoints) == self.checkpoints
+        assert self.checkpointed or not checkpoints
         assert self.tokens == sum(record.rows for record in records)
         assert self.sequences == sum(len(record.marks) for record in records)
+
+
+def along(path: Sequence[Record], offset: int) -> list[Checkpoint]:
+    """The checkpoints on a path that ends after `offset` rows of its last record, by position."""
+    return [
+        record.checkpoints[at]
+        for record, end in zip(path, _ends(path, offset), strict=True)
+        for at in sorted(record.checkpoints)
+        if at <= end
+    ]
 
 
 def shared_tokens(tokens: bytes, at: int, run: bytes) -> int:
@@ -205,6 +199,11 @@ def shared_tokens(tokens: bytes, at: int, run: bytes) -> int:
     asked = np.frombuffer(tokens, dtype="<u4", count=count, offset=at)
     differing = np.flatnonzero(stored != asked)
     return int(differing[0]) if differing.size else count
+
+
+def _ends(path: Sequence[Record], offset: int) -> list[int]:
+    """How many rows of each record belong to a path that ends so far into its last one."""
+    return [*(record.fork for record in path[1:]), offset] if path else []
 
 
 def _judge(end: Record, offset: int, ended: bool) -> MatchKind:
@@ -224,6 +223,8 @@ def _check_record(record: Record, root: Record) -> None:
     assert parent is not None
     assert parent.children[record.fork, record.run[:TOKEN_BYTES]] is record
     assert record.namespace == root.namespace
+    assert record.checkpointed == root.checkpointed
+    assert record.start == parent.start + record.fork
     assert len(record.run) == record.rows * TOKEN_BYTES > 0
     assert record.span.first_row >= 0
     assert 0 < record.span.record_bytes <= record.span.extent.length
@@ -232,3 +233,11 @@ def _check_record(record: Record, root: Record) -> None:
     # Two ways to the same tokens would make the walk depend on the order of insertion.
     goes_on = parent.run[record.fork * TOKEN_BYTES :][:TOKEN_BYTES]
     assert goes_on != record.run[:TOKEN_BYTES]
+    for offset, checkpoint in record.checkpoints.items():
+        assert checkpoint.record is record
+        assert checkpoint.offset == offset
+        assert 1 <= offset <= record.rows
+        assert checkpoint.namespace == record.namespace
+        assert (checkpoint.span.first_row, checkpoint.span.rows) == (0, 1)
+        assert 0 < checkpoint.span.record_bytes <= checkpoint.span.extent.length
+        assert checkpoint.id > record.id

@@ -96,7 +96,7 @@ class Upkeep:
         gc.collect(1)  # of next to nothing: it sets the count of young collections back
 
     def _check(self) -> None:
-        records = 1 + len(self._store.records)
+        records = 1 + len(self._store.stored)
         if records * self._seconds_per_record > STALL_SECONDS_MAX:
             return  # `cachestore-admin verify` takes it piece by piece
         start = time.perf_counter()

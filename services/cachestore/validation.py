@@ -1,8 +1,10 @@
 """What a request may hold. Each refusal names the field, what it was, and what to give."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from cachestore.config import (
+    CHECKPOINTS_PER_CALL_MAX,
     LABEL_BYTES_MAX,
     LEASE_IDS_PER_CALL_MAX,
     NAMESPACE_BYTES,
@@ -11,8 +13,8 @@ from cachestore.config import (
     TOKEN_BYTES,
     WAIT_SECONDS_MAX,
 )
-from cachestore.holdings import Piece
 from cachestore.refusal import RefusalCode, Refused
+from cachestore.write import NewCheckpoint, Piece, StagedCheckpoint
 
 
 def invalid(message: str) -> Refused:
@@ -64,9 +66,40 @@ def require_lease_ids(lease_ids: Sequence[int]) -> None:
         raise invalid(f"lease_ids has {len(lease_ids)}; give at most {LEASE_IDS_PER_CALL_MAX}")
 
 
-def require_record_bytes(record_bytes: Sequence[int], pieces: Sequence[Piece]) -> None:
-    if len(record_bytes) != len(pieces):
-        raise invalid(f"record_bytes has {len(record_bytes)}; give one for each of {len(pieces)}")
-    for index, (size, piece) in enumerate(zip(record_bytes, pieces, strict=True)):
-        if not 1 <= size <= piece.extent.length:
-            raise invalid(f"record_bytes[{index}] is {size}; give 1 to {piece.extent.length}")
+def require_sizes(
+    field: str, sizes: Sequence[int], staged: Sequence[Piece] | Sequence[StagedCheckpoint]
+) -> None:
+    if len(sizes) != len(staged):
+        raise invalid(f"{field} has {len(sizes)}; give one for each of {len(staged)}")
+    for index, (size, each) in enumerate(zip(sizes, staged, strict=True)):
+        if not 1 <= size <= each.extent.length:
+            raise invalid(f"{field}[{index}] is {size}; give 1 to {each.extent.length}")
+
+
+def require_positions(checkpointed: bool, positions: Sequence[int], tokens: int) -> None:
+    if positions and not checkpointed:
+        raise invalid("checkpoints are given; they need checkpointed, too")
+    if len(positions) > CHECKPOINTS_PER_CALL_MAX:
+        raise invalid(f"checkpoints has {len(positions)}; give at most {CHECKPOINTS_PER_CALL_MAX}")
+    for index, position in enumerate(positions):
+        if not 1 <= position <= tokens:
+            raise invalid(
+                f"checkpoints[{index}] is at {position}; give 1 to the number of tokens, {tokens}"
+            )
+    if any(left >= right for left, right in pairwise(positions)):
+        raise invalid("checkpoints are not in order; give each position once, ascending")
+
+
+def require_new_checkpoints(checkpoints: Sequence[NewCheckpoint]) -> None:
+    for index, new in enumerate(checkpoints):
+        if new.nbytes < 1:
+            raise invalid(f"checkpoints[{index}] has {new.nbytes} bytes; give at least 1")
+
+
+def require_kind(checkpointed: bool, held: bool | None) -> None:
+    """`held`: what the namespace is; None when that is not known yet."""
+    if held is not None and held != checkpointed:
+        raise Refused(
+            RefusalCode.FAILED_PRECONDITION,
+            f"checkpointed is {checkpointed}, but the namespace was begun with {held}",
+        )

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from cachestore import record
+from cachestore.eviction import Candidate
 from cachestore.store import Extent, Store
-from cachestore.tree import Record
 
 SLICE_SECONDS = 0.005
 
@@ -33,12 +33,13 @@ def verify(store: Store, now: float, memory: Callable[[Extent], memoryview]) -> 
     """
     ids = store.catalog(now).everything()
     progress = Progress(0, len(ids), 0, sum(r.span.record_bytes for r in _held(store, ids)))
-    like: record.Record | None = None
+    # Records of rows are alike, and so are checkpoints.
+    like: dict[type, record.Record] = {}
     deadline = time.perf_counter() + SLICE_SECONDS
     for record_id in ids:
         for held in _held(store, [record_id]):
             try:
-                like = _read(held, memory(held.span.extent), like)
+                like[type(held)] = _read(held, memory(held.span.extent), like.get(type(held)))
             except (record.RecordError, ValueError) as error:
                 progress.problems.append(f"record {record_id}: {error}")
             progress.bytes_done += held.span.record_bytes
@@ -56,11 +57,11 @@ def verify(store: Store, now: float, memory: Callable[[Extent], memoryview]) -> 
     yield progress
 
 
-def _held(store: Store, record_ids: list[int]) -> Iterator[Record]:
-    return (held for held in map(store.records.get, record_ids) if held is not None)
+def _held(store: Store, record_ids: list[int]) -> Iterator[Candidate]:
+    return (held for held in map(store.stored.get, record_ids) if held is not None)
 
 
-def _read(held: Record, memory: memoryview, like: record.Record | None) -> record.Record:
+def _read(held: Candidate, memory: memoryview, like: record.Record | None) -> record.Record:
     found = record.read(memory[: held.span.record_bytes], like)
     if found.record_bytes != held.span.record_bytes:
         raise record.RecordError(

@@ -20,7 +20,8 @@ KEYS = {
     *("tokens", "namespaces", "lookups", "writes", "evictions", "bytes_evicted", "sessions"),
     *("leases", "reservations", "waiting", "announced", "slab_failures"),
     *("check_failures", "bytes_padding", "bytes_stranded", "bytes_retiring", "pinned"),
-    *("bytes_useful", "bytes_moved"),
+    *("bytes_useful", "bytes_moved", "checkpoints", "bytes_checkpoints"),
+    *("checkpoints_evicted", "checkpoints_surplus"),
 }
 
 
@@ -68,6 +69,7 @@ def test_json_counts_what_was_asked_and_stored(daemon: Cachestore) -> None:
         "tokens": 600,
         "records": 3,
         "sequences": 1,
+        **{"checkpointed": False, "checkpoints": 0, "bytes_checkpoints": 0},
     }
     lookups = found["lookups"]
     assert 0 < lookups.pop("seconds_p50") <= lookups.pop("seconds_p99") < 1
@@ -78,7 +80,7 @@ def test_json_counts_what_was_asked_and_stored(daemon: Cachestore) -> None:
     }
     assert found["writes"] == {
         **{"committed": 1, "rows_inserted": 600, "rows_duplicate": 0},
-        **{"refused": 0, "dropped": 0},
+        **{"refused": 0, "dropped": 0, "checkpoints_inserted": 0, "checkpoints_duplicate": 0},
     }
     assert (found["sessions"], found["leases"], found["reservations"]) == (1, 2, 0)
     assert found["bytes_slabs"] == found["bytes_used"] + found["bytes_free"]

@@ -43,7 +43,7 @@ def test_ls_shows_every_record(stored: Cachestore) -> None:
     assert found[1] == {
         **{"record_id": 2, "namespace": entries.NAMESPACE.hex(), "parent_record_id": 1},
         **{"first_token": 256, "tokens": 256, "sequences": 0, "bytes": found[0]["bytes"]},
-        **{"hits": 1, "claims": 0, "pinned": False},
+        **{"hits": 1, "claims": 0, "pinned": False, "checkpoint": 0},
     }
     table = said(stored, "ls", "--limit", "3")
     assert "256 to 511" in table
@@ -127,7 +127,7 @@ def spoil(client: Client, record_id: int, offset: int) -> None:
     """Overwrites a byte of a record behind the daemon's back."""
     (lease,) = [client.lookup(entries.NAMESPACE, entries.tokens(600), 600)]
     (span,) = [span for span in lease.spans if span.record_id == record_id]
-    client._slab(span.slab_id)[span.offset + offset] ^= 1
+    client._slabs.map(span.slab_id)[span.offset + offset] ^= 1
 
 
 def test_verify_names_what_is_broken(stored: Cachestore) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from cachestore.store import MatchKind, Refused, Store
+from cachestore.store import MatchKind, Query, Refused, Store
 from tests.support.stores import NAMESPACE, OTHER_NAMESPACE, Bench, packed, tiny_config
 
 PROMPT = range(20)
@@ -32,7 +32,7 @@ def test_a_promised_miss_has_a_lease_and_others_may_wait_for_it(bench: Bench) ->
     assert bench.rows_to_come(PROMPT) == 20
     assert bench.rows_to_come(PROMPT, limit=19) == 19
     assert bench.rows_to_come([*range(8), 77]) == 8
-    assert bench.store.rows_to_come(OTHER_NAMESPACE, packed(PROMPT), 20, 0.0) == 0
+    assert bench.rows_to_come(PROMPT, namespace=OTHER_NAMESPACE) == 0
     assert bench.store.statistics(0.0).announced == 1
     assert bench.store.renew(bench.session, [match.lease_id], 0.0) == [True]
     bench.store.check()
@@ -138,4 +138,4 @@ def test_bad_fields_are_named(bench: Bench) -> None:
         (NAMESPACE, packed([1]), 2, "limit"),
     ):
         with pytest.raises(Refused, match=f"^{field} "):
-            bench.store.rows_to_come(namespace, tokens, limit, 0.0)
+            bench.store.rows_to_come(Query(namespace, tokens, limit), 0.0)

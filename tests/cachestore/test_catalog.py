@@ -60,7 +60,7 @@ def test_evicting_a_record_takes_all_behind_it_and_nothing_before(bench: Bench) 
     bench.write([*range(6), 77])
     bench.write([*range(3), 88])
     held = catalog(bench)
-    assert held.evict(held.behind(2)) == Evicted(records=3, bytes=3 * 256, kept=0)
+    assert held.evict(held.behind(2)) == Evicted(records=3, checkpoints=0, bytes=3 * 256, kept=0)
     assert bench.peek(range(10)) == 4
     assert bench.peek([*range(3), 88]) == 4
     bench.store.check()
@@ -70,8 +70,8 @@ def test_what_is_in_use_or_before_it_stays(bench: Bench) -> None:
     bench.write(range(10))
     bench.lookup(range(6))
     held = catalog(bench)
-    assert held.evict(held.behind(1)) == Evicted(records=1, bytes=256, kept=2)
-    assert held.evict([1, 99]) == Evicted(records=0, bytes=0, kept=1)
+    assert held.evict(held.behind(1)) == Evicted(records=1, checkpoints=0, bytes=256, kept=2)
+    assert held.evict([1, 99]) == Evicted(records=0, checkpoints=0, bytes=0, kept=1)
     bench.store.check()
 
 
@@ -85,9 +85,9 @@ def test_a_namespace_goes_alone(bench: Bench) -> None:
 
 def test_a_pinned_path_stays_until_it_is_unpinned(bench: Bench) -> None:
     bench.write(range(10))
-    path = catalog(bench).pin(2)
-    assert [record.span.record_id for record in path] == [1, 2]
-    assert catalog(bench).pin(2) == path
+    kept = catalog(bench).pin(2)
+    assert [record.id for record in kept.path] == [1, 2]
+    assert catalog(bench).pin(2) == kept
     assert bench.store.statistics(0.0).pinned == 1
     for first in range(100, 200, 10):  # more than the budget holds
         bench.write(range(first, first + 10))

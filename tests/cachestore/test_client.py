@@ -12,6 +12,7 @@ import pytest
 
 from cachestore.client import (
     Client,
+    Extent,
     LaunchError,
     MatchKind,
     Piece,
@@ -229,9 +230,9 @@ def test_an_extent_outside_of_its_slab_is_unavailable(client: Client) -> None:
     entries.write(client, entries.tokens(10))
     end = client.slab_bytes_mapped
     with pytest.raises(StoreUnavailable, match="outside of slab 1"):
-        client.extent(Piece(1, end - 256, 512, generation=1, first_token=0, rows=1))
+        client.extent(Piece(Extent(1, end - 256, 512, generation=1), first_token=0, rows=1))
     with pytest.raises(StoreUnavailable, match="there is no slab 77"):
-        client.extent(Piece(77, 0, 256, generation=1, first_token=0, rows=1))
+        client.extent(Piece(Extent(77, 0, 256, generation=1), first_token=0, rows=1))
     assert client.alive
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from cachestore import compaction
 from cachestore.config import StoreConfig
-from cachestore.store import Extent, NeedSlab, Piece, Refused, Store
+from cachestore.store import Extent, NeedSlab, Piece, Query, Refused, Sizes, Store, Target
 from tests.support.stores import NAMESPACE, OVERHEAD_BYTES, Bench, tiny_config
 
 # One slab is filled by these. Without the two at SHORT the median is 512, and what they leave is
@@ -24,8 +24,8 @@ def scattered() -> Bench:
         reservation = bench.reserve([index], row_bytes=length - OVERHEAD_BYTES)
         (piece,) = reservation.pieces
         bench.memory(piece.extent)[:] = bytes([index]) * length
-        bench.store.commit(bench.session, reservation.id, [length], bench.now)
-    ids = list(bench.store.records)
+        bench.store.commit(bench.session, reservation.id, Sizes([length]), bench.now)
+    ids = list(bench.store.stored)
     bench.store.catalog(bench.now).evict([ids[index] for index in SHORT])
     assert useful(bench) == (0, 512)
     return bench
@@ -87,7 +87,7 @@ def test_what_is_written_stays_where_it_is() -> None:
 def test_a_step_moves_little(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = scattered()
     # All that is left free is at both ends.
-    ids = list(bench.store.records)
+    ids = list(bench.store.stored)
     bench.store.catalog(bench.now).evict([ids[0], ids[-1]])
     monkeypatch.setattr(compaction, "SLICE_BYTES", 600)
     steps = compact(bench)
@@ -136,9 +136,8 @@ class Load:
 
     def look(self) -> None:
         model, tokens = self.chance.choice(self.known)
-        match = self.store.lookup(
-            self.session, self.namespace(model), tokens, len(tokens) // 4, self.now
-        )
+        query = Query(self.namespace(model), tokens, len(tokens) // 4)
+        match = self.store.lookup(self.session, query, self.now)
         # Every tenth reader forgets its lease, until it lapses.
         if match.lease_id and self.chance.random() < 0.9:
             self.store.release(self.session, [match.lease_id], self.now)
@@ -159,18 +158,16 @@ class Load:
             self.store.abort(self.session, reservation_id, self.now)
             return
         sizes = [512 + piece.rows * self.ROW_BYTES[model] for piece in pieces]
-        self.store.commit(self.session, reservation_id, sizes, self.now)
+        self.store.commit(self.session, reservation_id, Sizes(sizes), self.now)
         if len(tokens) < 4 * 10_000:
             self.known.append((model, tokens))
             del self.known[:-500]
 
     def reserve(self, model: int, tokens: bytes) -> tuple[int, Sequence[Piece]]:
-        shape = (512, self.ROW_BYTES[model], "model")
+        target = Target(self.namespace(model), tokens, 0, 512, self.ROW_BYTES[model], "model")
         while True:
             try:
-                reservation = self.store.reserve(
-                    self.session, self.namespace(model), tokens, 0, *shape, self.now
-                )
+                reservation = self.store.reserve(self.session, target, self.now)
             except NeedSlab as need:
                 self.store.add_slab(need.bytes)
             else:
@@ -180,7 +177,7 @@ class Load:
         """Random records, with all behind them, as a person or a policy might."""
         catalog = self.store.catalog(self.now)
         while self.store.statistics(self.now).bytes_used > 0.95 * self.BUDGET_BYTES:
-            catalog.evict(catalog.behind(self.chance.choice(list(self.store.records))))
+            catalog.evict(catalog.behind(self.chance.choice(list(self.store.stored))))
 
     def namespace(self, model: int) -> bytes:
         return bytes([model]) * len(NAMESPACE)

@@ -3,9 +3,10 @@ import time
 import pytest
 
 from cachestore.arena import Extent
-from cachestore.eviction import LeastRecentlyUsed
+from cachestore.eviction import Candidate, LeastRecentlyUsed
+from cachestore.node import Record, Span
 from cachestore.store import Store
-from cachestore.tree import Record, Span, Tree
+from cachestore.tree import Tree
 from tests.support.stores import NAMESPACE, OTHER_NAMESPACE, Bench, packed, tiny_config
 
 
@@ -25,9 +26,10 @@ def add(tree: Tree, policy: LeastRecentlyUsed, ids: list[int]) -> Record:
     return record
 
 
-def evict(tree: Tree, policy: LeastRecentlyUsed) -> Record | None:
+def evict(tree: Tree, policy: LeastRecentlyUsed) -> Candidate | None:
     victim = policy.victim()
     if victim is not None:
+        assert isinstance(victim, Record)
         policy.forget(victim)
         above = tree.remove(victim)
         if above is not None:
@@ -114,7 +116,7 @@ def test_a_victim_among_many_costs_no_scan() -> None:
         start = time.perf_counter()
         for _ in range(500):
             victim = policy.victim()
-            assert victim is not None
+            assert isinstance(victim, Record)
             policy.forget(victim)
             tree.remove(victim)
         return time.perf_counter() - start

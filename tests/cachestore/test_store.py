@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cachestore.store import MatchKind, RefusalCode, Refused, Reservation, Store
+from cachestore.store import MatchKind, RefusalCode, Refused, Reservation, Store, Target
 from tests.support.stores import (
     NAMESPACE,
     OTHER_NAMESPACE,
@@ -249,9 +249,8 @@ def test_namespaces_are_apart_and_vanish_with_their_last_record(bench: Bench) ->
 def test_the_label_is_kept_from_the_first_write(bench: Bench) -> None:
     for label, ids in (("first", [1]), ("second", [2])):
         bench.reserve(ids, namespace=OTHER_NAMESPACE)  # makes sure of a slab
-        reservation = bench.store.reserve(
-            bench.session, NAMESPACE, packed(ids), 0, 32, 56, label, bench.now
-        )
+        target = Target(NAMESPACE, packed(ids), 0, 32, 56, label)
+        reservation = bench.store.reserve(bench.session, target, bench.now)
         bench.commit(reservation)
     assert [n.label for n in bench.store.statistics(0.0).namespaces] == ["first"]
 

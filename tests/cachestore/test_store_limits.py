@@ -7,7 +7,7 @@ import pytest
 
 from cachestore.config import StoreConfig
 from cachestore.stats import Statistics
-from cachestore.store import NeedSlab, RefusalCode, Refused, Store
+from cachestore.store import NeedSlab, RefusalCode, Refused, Sizes, Store, Target
 from tests.support.stores import NAMESPACE, OTHER_NAMESPACE, Bench, packed, tiny_config
 
 
@@ -29,12 +29,11 @@ def refused(bench: Bench, ids: range, **request: Any) -> Refused:
 def test_asking_for_a_slab_leaves_no_trace() -> None:
     bench = bench_of(slabs=4)
     bench.write(range(4))
+    target = Target(NAMESPACE, packed(range(40)), 0, 32, 56, "label")
     before = bench.store.statistics(0.0)
     for _ in range(2):
         with pytest.raises(NeedSlab) as need:
-            bench.store.reserve(
-                bench.session, NAMESPACE, packed(range(40)), 0, 32, 56, "label", 0.0
-            )
+            bench.store.reserve(bench.session, target, 0.0)
         assert need.value.bytes == 1024
         bench.store.check()
         assert bench.store.statistics(0.0) == before
@@ -205,9 +204,9 @@ def test_a_bad_field_of_reserve_is_named(field: str, value: object) -> None:
     }
     store.add_slab(1024)
     with pytest.raises(Refused, match=rf"^{field} ") as refusal:
-        store.reserve(session, **(request | {field: value}), now=0.0)
+        store.reserve(session, Target(**(request | {field: value})), 0.0)
     assert refusal.value.code is RefusalCode.INVALID_ARGUMENT
-    assert store.reserve(session, **request, now=0.0).pieces
+    assert store.reserve(session, Target(**request), 0.0).pieces
 
 
 @pytest.mark.parametrize("limit", [-1, 5])
@@ -222,7 +221,7 @@ def test_bad_record_bytes_leave_the_reservation_open(sizes: list[int]) -> None:
     bench = bench_of(slabs=1)
     reservation = bench.reserve(range(8))
     with pytest.raises(Refused, match=r"^record_bytes") as refusal:
-        bench.store.commit(bench.session, reservation.id, sizes, 0.0)
+        bench.store.commit(bench.session, reservation.id, Sizes(sizes), 0.0)
     assert refusal.value.code is RefusalCode.INVALID_ARGUMENT
     assert bench.commit(reservation) == 8
 

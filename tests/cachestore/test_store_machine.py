@@ -2,7 +2,8 @@
 
 Every row has a fingerprint made of its namespace and all tokens up to its own. Writers put it
 into the slabs, early, late or after their reservation has lapsed; whatever a lookup serves must
-read back as exactly the fingerprints of what it asked for, as long as its lease lives.
+read back as exactly the fingerprints of what it asked for, as long as its lease lives. One of the
+namespaces is a checkpointed one.
 """
 
 from dataclasses import replace
@@ -11,16 +12,25 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from cachestore.node import Record
 from cachestore.store import Match, MatchKind, RefusalCode, Refused, Store
-from tests.support.claims import ROW_BYTES, Announced, Ids, Reader, Writer, fingerprint, shared
+from tests.support.claims import (
+    CHECKPOINTED,
+    ROW_BYTES,
+    Announced,
+    Ids,
+    Reader,
+    Writer,
+    fingerprint,
+    state,
+)
+from tests.support.ledger import Ledger
 from tests.support.machines import MACHINE
 from tests.support.stores import (
     OVERHEAD_BYTES,
     RECORD_TOKENS,
     RECORDS_PER_RESERVATION,
     Bench,
-    packed,
-    record_sizes,
     tiny_config,
 )
 
@@ -28,22 +38,28 @@ NAMESPACES = st.sampled_from(sorted(ROW_BYTES))
 SEQUENCES = st.lists(st.integers(0, 2), min_size=1, max_size=18).map(tuple)
 ENDS = st.lists(st.integers(0, 2), max_size=6).map(tuple)
 SESSIONS_MAX = 3
+CHECKPOINTS_MAX = 2
+
+
+def positions_of(data: st.DataObject, namespace: bytes, ids: Ids) -> list[int] | None:
+    """Of checkpoints, where rows need some."""
+    if namespace != CHECKPOINTED:
+        return None
+    return sorted(data.draw(st.sets(st.integers(1, len(ids)), max_size=4)))
 
 
 class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.bench = Bench(Store(tiny_config()))
+        self.bench = Bench(Store(replace(tiny_config(), checkpoints_max=CHECKPOINTS_MAX)))
         self.store = self.bench.store
         self.sessions = [self.bench.session]
         self.writers: list[Writer] = []
         self.lapsed: list[Writer] = []
         self.readers: list[Reader] = []
-        self.committed: set[tuple[bytes, Ids]] = set()
-        self.ended: set[tuple[bytes, Ids]] = set()
+        self.ledger = Ledger(self.bench)
         self.pinned: set[int] = set()
         self.retiring: list[int] = []
-        self.lost = 0
 
     def fill(self, writer: Writer) -> None:
         for piece in writer.reservation.pieces:
@@ -53,8 +69,12 @@ class StoreMachine(RuleBasedStateMachine):
             ]
             record = bytes(OVERHEAD_BYTES) + b"".join(rows)
             self.bench.memory(piece.extent)[: len(record)] = record
+        for staged in writer.reservation.checkpoints:
+            record = state(writer.namespace, writer.ids[: staged.position])
+            self.bench.memory(staged.extent)[: len(record)] = record
 
     def read(self, namespace: bytes, match: Match) -> tuple[bytes, ...]:
+        """Rows in order, and then the checkpoint if there is one."""
         size = ROW_BYTES[namespace]
         rows = []
         for span in match.spans:
@@ -63,6 +83,8 @@ class StoreMachine(RuleBasedStateMachine):
                 record[row * size : (row + 1) * size]
                 for row in range(span.first_row, span.first_row + span.rows)
             ]
+        for span in [match.checkpoint] if match.checkpoint is not None else []:
+            rows.append(bytes(self.bench.memory(span.extent)[: span.record_bytes]))
         return tuple(rows)
 
     @precondition(lambda self: len(self.sessions) < SESSIONS_MAX)
@@ -85,15 +107,18 @@ class StoreMachine(RuleBasedStateMachine):
         self.bench.now += seconds
         now = self.bench.now
         self.readers = [reader for reader in self.readers if reader.deadline > now]
-        self.lapsed += [w for w in self.writers if w.deadline <= now and w.reservation.pieces]
+        self.lapsed += [w for w in self.writers if w.deadline <= now and w.extents]
         self.writers = [writer for writer in self.writers if writer.deadline > now]
 
     @rule(data=st.data(), namespace=NAMESPACES, ids=SEQUENCES)
     def reserve(self, data: st.DataObject, namespace: bytes, ids: Ids) -> None:
         session = data.draw(st.sampled_from(self.sessions))
+        positions = positions_of(data, namespace, ids)
+        start = data.draw(st.integers(0, len(ids))) if positions else 0
+        held, before = self.ledger.held(namespace), dict(self.store.stored)
         try:
             reservation = self.bench.reserve(
-                ids, namespace, row_bytes=ROW_BYTES[namespace], session=session
+                ids, namespace, 0, ROW_BYTES[namespace], session, positions, start
             )
         except Refused as refusal:
             if refusal.code is not RefusalCode.RESOURCE_EXHAUSTED:
@@ -105,8 +130,11 @@ class StoreMachine(RuleBasedStateMachine):
         assert len(ends) <= RECORDS_PER_RESERVATION
         whole = reservation.end == len(ids)
         assert whole or len(ends) == RECORDS_PER_RESERVATION
+        self.ledger.check_eviction(before)
         staged, deadline = ids[: reservation.end], self.bench.now + 30.0
-        writer = Writer(session, namespace, staged, whole, reservation, deadline)
+        writer = Writer(session, namespace, staged, whole, start, reservation, deadline)
+        missing = [n for n in positions or () if n <= len(staged) and ids[:n] not in held]
+        assert writer.positions == missing
         self.writers.append(writer)
         if data.draw(st.booleans()):
             self.fill(writer)
@@ -136,25 +164,36 @@ class StoreMachine(RuleBasedStateMachine):
 
     def finish(self, writer: Writer) -> None:
         self.fill(writer)
-        sizes = record_sizes(writer.reservation.pieces, ROW_BYTES[writer.namespace])
+        namespace, ids = writer.namespace, writer.ids
+        held, stored = self.ledger.held(namespace), dict(self.store.stored)
         before = self.store.statistics(self.bench.now)
-        inserted = self.store.commit(writer.session, writer.reservation.id, sizes, self.bench.now)
+        inserted = self.bench.commit_all(writer.reservation, writer.session, ROW_BYTES[namespace])
         after = self.store.statistics(self.bench.now)
         self.writers.remove(writer)
-        self.committed.add((writer.namespace, writer.ids))
-        if writer.whole:
-            self.ended.add((writer.namespace, writer.ids))
-        for announced in self.announcements(writer.namespace):
-            announced.done = max(announced.done, shared(writer.ids, announced.ids))
-        assert 0 <= inserted <= len(writer.ids) - writer.reservation.have
-        assert after.tokens == before.tokens + inserted
-        assert after.evictions == before.evictions
-        match = self.look(writer.session, writer.namespace, writer.ids, len(writer.ids))
-        assert match.rows == len(writer.ids)
-        assert match.kind is MatchKind.EXACT or not writer.whole
-        # Without the lease, so that the next write meets records that nobody has pinned.
-        self.store.release(writer.session, [match.lease_id], self.bench.now)
-        self.readers.pop()
+        self.ledger.commit(writer)
+        for announced in self.announcements(namespace):
+            announced.note(ids, writer.positions if namespace == CHECKPOINTED else None)
+        gone = [each for each in stored.values() if each.id not in self.store.stored]
+        records = [each for each in gone if isinstance(each, Record)]
+        assert 0 <= inserted.rows <= len(ids) - writer.reservation.have
+        assert after.tokens == before.tokens + inserted.rows - sum(each.rows for each in records)
+        assert after.evictions == before.evictions + len(records)
+        assert after.checkpoints_surplus == before.checkpoints_surplus + len(gone) - len(records)
+        assert after.checkpoints_evicted == before.checkpoints_evicted
+        for position in writer.positions:
+            match = self.bench.lookup(ids, position, namespace, self.sessions[0], checkpoints=[])
+            assert match.rows == position
+            assert match.checkpoint is not None
+            self.ledger.learn(match.checkpoint.record_id, namespace, ids[:position])
+            self.store.release(self.sessions[0], [match.lease_id], self.bench.now)
+        self.ledger.check_bound(writer, held, CHECKPOINTS_MAX)
+        match = self.look(writer.session, namespace, ids, len(ids))
+        assert match.rows == len(ids) or namespace == CHECKPOINTED
+        assert match.kind in (MatchKind.EXACT, MatchKind.MISS) or not writer.whole
+        if match.lease_id:
+            # Without the lease, so that the next write meets records that nobody has pinned.
+            self.store.release(writer.session, [match.lease_id], self.bench.now)
+            self.readers.pop()
 
     @precondition(lambda self: self.writers)
     @rule(data=st.data())
@@ -167,8 +206,8 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def write_on_after_the_lapse(self, data: st.DataObject) -> None:
         writer = data.draw(st.sampled_from(self.lapsed))
-        for piece in writer.reservation.pieces:
-            self.bench.memory(piece.extent)[:] = b"\xee" * piece.extent.length
+        for extent in writer.extents:
+            self.bench.memory(extent)[:] = b"\xee" * extent.length
 
     @precondition(lambda self: self.lapsed)
     @rule(data=st.data(), late_commit=st.booleans())
@@ -185,16 +224,25 @@ class StoreMachine(RuleBasedStateMachine):
     def lookup(self, data: st.DataObject, namespace: bytes, ids: Ids) -> None:
         session = data.draw(st.sampled_from(self.sessions))
         limit, announce = data.draw(st.integers(0, len(ids))), data.draw(st.booleans())
-        self.look(session, namespace, ids, limit, announce)
+        positions = positions_of(data, namespace, ids)
+        self.look(session, namespace, ids, limit, announce, positions)
 
     def look(
-        self, session: int, namespace: bytes, ids: Ids, limit: int, announce: bool = False
+        self,
+        session: int,
+        namespace: bytes,
+        ids: Ids,
+        limit: int,
+        announce: bool = False,
+        positions: list[int] | None = None,
     ) -> Match:
-        to_come = self.store.rows_to_come(namespace, packed(ids), limit, self.bench.now)
-        match = self.bench.lookup(ids, limit, namespace, session, announce)
+        if namespace == CHECKPOINTED:
+            positions = positions or []
+        to_come = self.bench.rows_to_come(ids, limit, namespace, positions)
+        match = self.bench.lookup(ids, limit, namespace, session, announce, positions)
         expected = max(
             (
-                shared(announced.ids, ids[:limit]) - max(match.rows, announced.done)
+                announced.worth(ids[:limit]) - max(match.rows, announced.done)
                 for announced in self.announcements(namespace)
             ),
             default=0,
@@ -203,28 +251,41 @@ class StoreMachine(RuleBasedStateMachine):
         assert match.rows <= limit
         assert match.rows == sum(span.rows for span in match.spans)
         rows = tuple(fingerprint(namespace, ids[: n + 1]) for n in range(match.rows))
+        assert (match.checkpoint is not None) == (namespace == CHECKPOINTED and match.rows > 0)
+        if match.checkpoint is not None:
+            served = ids[: match.rows]
+            assert match.checkpoint.record_id == self.ledger.held(namespace)[served]
+            self.ledger.use(match.checkpoint.record_id)
+            rows = (*rows, state(namespace, served))
         assert self.read(namespace, match) == rows
         assert (match.kind is MatchKind.MISS) == (match.rows == 0)
         assert (match.lease_id == 0) == (match.rows == 0 and not announce)
-        kind, depth = self.best(namespace, ids)
-        if self.nothing_left():
-            assert match.rows == min(depth, limit)
+        kind, depth = self.ledger.best(namespace, ids)
+        if self.ledger.nothing_left():
+            assert match.rows == min(depth, limit) or namespace == CHECKPOINTED
             assert match.kind == (kind if match.rows else MatchKind.MISS)
+        if namespace == CHECKPOINTED:
+            assert match.rows == self.ledger.usable(namespace, ids[:limit])
         assert match.rows <= depth
         if match.lease_id:
-            # With a limit, more rows may be held than are served.
-            held = self.held(namespace, ids)
-            announced = Announced(ids, held) if announce else None
-            if len(ids) - held < RECORD_TOKENS:
-                announced = None
+            announced = self.announced(namespace, ids, positions) if announce else None
             deadline = self.bench.now + 30.0
             self.readers.append(Reader(session, namespace, match, rows, deadline, announced))
         return match
 
-    def held(self, namespace: bytes, ids: Ids) -> int:
-        match = self.bench.lookup(ids, len(ids), namespace, self.sessions[0])
-        self.store.release(self.sessions[0], [match.lease_id], self.bench.now)
-        return match.rows
+    def announced(
+        self, namespace: bytes, ids: Ids, positions: list[int] | None
+    ) -> Announced | None:
+        """What a lookup of these has announced, if anybody could wait for it."""
+        if namespace == CHECKPOINTED:
+            done = self.ledger.usable(namespace, ids)
+        else:
+            # With a limit, more rows may be held than were served.
+            match = self.bench.lookup(ids, len(ids), namespace, self.sessions[0])
+            self.store.release(self.sessions[0], [match.lease_id], self.bench.now)
+            done = match.rows
+        announced = Announced(ids, done, positions)
+        return announced if announced.worth(ids) - done >= RECORD_TOKENS else None
 
     def announcements(self, namespace: bytes) -> list[Announced]:
         return [
@@ -232,27 +293,6 @@ class StoreMachine(RuleBasedStateMachine):
             for reader in self.readers
             if reader.announced is not None and reader.namespace == namespace
         ]
-
-    def best(self, namespace: bytes, ids: Ids) -> tuple[MatchKind, int]:
-        """What a store that forgets nothing would find."""
-        held = {
-            known[: n + 1]
-            for own, known in self.committed
-            if own == namespace
-            for n in range(len(known))
-        }
-        ends = {known for own, known in self.ended if own == namespace}
-        depth = max((n for n in range(1, len(ids) + 1) if ids[:n] in held), default=0)
-        if depth == 0:
-            return MatchKind.MISS, 0
-        if ids in ends:
-            return MatchKind.EXACT, depth
-        if any((*ids, token) in held for token in range(3)):
-            return MatchKind.SUPERSEQUENCE, depth
-        return (MatchKind.PREFIX if ids[:depth] in ends else MatchKind.LCP), depth
-
-    def nothing_left(self) -> bool:
-        return self.lost == 0 and self.store.statistics(self.bench.now).evictions == 0
 
     @precondition(lambda self: self.readers)
     @rule(data=st.data())
@@ -284,8 +324,8 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def pin_or_unpin(self, data: st.DataObject) -> None:
         catalog = self.store.catalog(self.bench.now)
-        if self.store.records:
-            record_id = data.draw(st.sampled_from(sorted(self.store.records)))
+        if self.store.stored:
+            record_id = data.draw(st.sampled_from(sorted(self.store.stored)))
             if record_id in self.pinned:
                 catalog.unpin(record_id)
                 self.pinned.remove(record_id)
@@ -296,9 +336,9 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def evict_a_record(self, data: st.DataObject) -> None:
         catalog = self.store.catalog(self.bench.now)
-        if self.store.records:
-            record_id = data.draw(st.sampled_from(sorted(self.store.records)))
-            self.lost += catalog.evict(catalog.behind(record_id)).records
+        if self.store.stored:
+            record_id = data.draw(st.sampled_from(sorted(self.store.stored)))
+            self.ledger.lost += catalog.evict(catalog.behind(record_id)).records
 
     @rule(steps=st.integers(1, 20))
     def compact(self, steps: int) -> None:
@@ -321,7 +361,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        self.lost += self.store.flush()
+        self.ledger.lost += self.store.flush()
 
     @invariant()
     def leased_rows_are_intact(self) -> None:
@@ -330,7 +370,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def pinned_records_are_held(self) -> None:
-        assert self.pinned <= self.store.records.keys()
+        assert self.pinned <= self.store.stored.keys()
 
     @invariant()
     def counts_agree(self) -> None:
@@ -363,7 +403,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.catalog(self.bench.now).unpin(record_id)
         self.store.flush()
         statistics = self.store.statistics(self.bench.now)
-        assert (statistics.records, statistics.namespaces) == (0, ())
+        assert (statistics.records, statistics.checkpoints, statistics.namespaces) == (0, 0, ())
         assert statistics.bytes_free == statistics.bytes_slabs - statistics.bytes_retiring
 
 

@@ -1,7 +1,8 @@
 import pytest
 
 from cachestore.arena import Extent
-from cachestore.tree import MatchKind, Record, Span, Tree
+from cachestore.node import Record, Span
+from cachestore.tree import MatchKind, Tree
 from tests.support.stores import NAMESPACE, packed
 
 RECORD_TOKENS = 4

@@ -47,7 +47,7 @@ def day(monkeypatch: pytest.MonkeyPatch) -> Iterator[Day]:
 def test_a_tick_ends_what_has_lapsed(day: Day) -> None:
     day.bench.lookup(range(20), announce=True)
     day.pass_by(30.0, calls=1)
-    assert day.bench.store._leases.held() == []
+    assert day.bench.store._serving.leases == 0
 
 
 def test_the_store_is_checked_when_idle_and_not_too_often(day: Day) -> None:

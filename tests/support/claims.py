@@ -4,12 +4,13 @@ import hashlib
 import itertools
 from dataclasses import dataclass
 
-from cachestore.store import Match, Reservation
-from tests.support.stores import NAMESPACE, OTHER_NAMESPACE
+from cachestore.store import Extent, Match, Reservation
+from tests.support.stores import CHECKPOINT_BYTES, NAMESPACE, OTHER_NAMESPACE
 
 Ids = tuple[int, ...]
+CHECKPOINTED = bytes(range(64, 96))
 # The namespaces have rows of different sizes, so that holes of one do not fit the other.
-ROW_BYTES = {NAMESPACE: 56, OTHER_NAMESPACE: 152}
+ROW_BYTES = {NAMESPACE: 56, OTHER_NAMESPACE: 152, CHECKPOINTED: 56}
 
 
 def shared(one: Ids, other: Ids) -> int:
@@ -17,9 +18,21 @@ def shared(one: Ids, other: Ids) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
+def reach(rows: int, positions: list[int] | None) -> int:
+    if positions is None:
+        return rows
+    return max((position for position in positions if position <= rows), default=0)
+
+
 def fingerprint(namespace: bytes, ids: Ids) -> bytes:
     digest = hashlib.shake_128(namespace + repr(ids).encode())
     return digest.digest(ROW_BYTES[namespace])
+
+
+def state(namespace: bytes, ids: Ids) -> bytes:
+    """What a checkpoint behind these tokens holds."""
+    digest = hashlib.shake_128(b"state" + namespace + repr(ids).encode())
+    return digest.digest(CHECKPOINT_BYTES)
 
 
 @dataclass(frozen=True)
@@ -28,20 +41,40 @@ class Writer:
     namespace: bytes
     ids: Ids
     whole: bool
+    conversation_start: int
     reservation: Reservation
     deadline: float
 
     @property
+    def extents(self) -> list[Extent]:
+        staged = (*self.reservation.pieces, *self.reservation.checkpoints)
+        return [each.extent for each in staged]
+
+    @property
     def bytes_held(self) -> int:
-        return sum(piece.extent.length for piece in self.reservation.pieces)
+        return sum(extent.length for extent in self.extents)
+
+    @property
+    def positions(self) -> list[int]:
+        """Of the checkpoints that it writes."""
+        return [staged.position for staged in self.reservation.checkpoints]
 
 
 @dataclass
 class Announced:
-    """`done` of the rows have been committed."""
+    """`done` of the rows can be served; where rows need checkpoints, those come at `positions`."""
 
     ids: Ids
     done: int
+    positions: list[int] | None
+
+    def worth(self, ids: Ids) -> int:
+        """Rows of `ids` that can be served when all has come."""
+        return reach(shared(self.ids, ids), self.positions)
+
+    def note(self, ids: Ids, positions: list[int] | None) -> None:
+        """All rows of `ids` have been committed, and checkpoints at these positions."""
+        self.done = max(self.done, reach(shared(self.ids, ids), positions))
 
 
 @dataclass(frozen=True)

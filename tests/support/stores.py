@@ -9,19 +9,25 @@ import numpy as np
 from cachestore.config import StoreConfig
 from cachestore.store import (
     Extent,
+    Inserted,
     Match,
     NeedSlab,
+    NewCheckpoint,
     Piece,
+    Query,
     RefusalCode,
     Refused,
     Reservation,
+    Sizes,
     Store,
+    Target,
 )
 
 NAMESPACE = bytes(range(32))
 OTHER_NAMESPACE = bytes(range(32, 64))
 OVERHEAD_BYTES = 32
 ROW_BYTES = 56
+CHECKPOINT_BYTES = 300
 # Four rows of 56 bytes and the overhead make extents of exactly 256 bytes.
 RECORD_TOKENS = 4
 RECORDS_PER_RESERVATION = 4
@@ -68,21 +74,27 @@ class Bench:
         first_row: int = 0,
         row_bytes: int = ROW_BYTES,
         session: int = 0,
+        checkpoints: Sequence[int] | None = None,
+        conversation_start: int = 0,
     ) -> Reservation:
-        """Adds slabs as asked for, as the server does, within `memory_bytes`."""
+        """Adds slabs as asked for, as the server does, within `memory_bytes`. With positions of
+        checkpoints, or none of them, the namespace is a checkpointed one."""
+        new = tuple(NewCheckpoint(position, CHECKPOINT_BYTES) for position in checkpoints or ())
+        target = Target(
+            namespace,
+            packed(ids),
+            first_row,
+            OVERHEAD_BYTES,
+            row_bytes,
+            "a model",
+            checkpoints is not None,
+            new,
+            conversation_start,
+        )
         failed = False
         while True:
             try:
-                return self.store.reserve(
-                    session or self.session,
-                    namespace,
-                    packed(ids),
-                    first_row,
-                    OVERHEAD_BYTES,
-                    row_bytes,
-                    "a model",
-                    self.now,
-                )
+                return self.store.reserve(session or self.session, target, self.now)
             except NeedSlab as need:
                 if failed:
                     raise Refused(RefusalCode.RESOURCE_EXHAUSTED, "no memory") from need
@@ -93,17 +105,34 @@ class Bench:
                 self.slabs[self.store.add_slab(need.bytes)] = bytearray(need.bytes)
 
     def commit(self, reservation: Reservation, session: int = 0, row_bytes: int = ROW_BYTES) -> int:
-        return self.store.commit(
-            session or self.session,
-            reservation.id,
-            record_sizes(reservation.pieces, row_bytes),
-            self.now,
-        )
+        """Returns the rows inserted."""
+        return self.commit_all(reservation, session, row_bytes).rows
 
-    def write(self, ids: Sequence[int], namespace: bytes = NAMESPACE) -> int:
+    def commit_all(
+        self, reservation: Reservation, session: int = 0, row_bytes: int = ROW_BYTES
+    ) -> Inserted:
+        sizes = Sizes(
+            record_sizes(reservation.pieces, row_bytes),
+            [CHECKPOINT_BYTES] * len(reservation.checkpoints),
+        )
+        return self.store.commit(session or self.session, reservation.id, sizes, self.now)
+
+    def write(
+        self,
+        ids: Sequence[int],
+        namespace: bytes = NAMESPACE,
+        checkpoints: Sequence[int] | None = None,
+        conversation_start: int = 0,
+    ) -> int:
+        """Returns the rows inserted."""
         inserted, end = 0, 0
         while end < len(ids):
-            reservation = self.reserve(ids, namespace)
+            reservation = self.reserve(
+                ids,
+                namespace,
+                checkpoints=checkpoints,
+                conversation_start=conversation_start,
+            )
             inserted, end = inserted + self.commit(reservation), reservation.end
         return inserted
 
@@ -114,23 +143,42 @@ class Bench:
         namespace: bytes = NAMESPACE,
         session: int = 0,
         announce: bool = False,
+        checkpoints: Sequence[int] | None = None,
     ) -> Match:
-        return self.store.lookup(
-            session or self.session,
-            namespace,
-            packed(ids),
-            len(ids) if limit is None else limit,
-            self.now,
-            announce,
-        )
+        """With positions of checkpoints to be announced, or none of them, only rows with one."""
+        query = self.query(ids, limit, namespace, announce, checkpoints)
+        return self.store.lookup(session or self.session, query, self.now)
 
-    def rows_to_come(self, ids: Sequence[int], limit: int | None = None) -> int:
+    def rows_to_come(
+        self,
+        ids: Sequence[int],
+        limit: int | None = None,
+        namespace: bytes = NAMESPACE,
+        checkpoints: Sequence[int] | None = None,
+    ) -> int:
+        query = self.query(ids, limit, namespace, checkpoints=checkpoints)
+        return self.store.rows_to_come(query, self.now)
+
+    def query(
+        self,
+        ids: Sequence[int],
+        limit: int | None = None,
+        namespace: bytes = NAMESPACE,
+        announce: bool = False,
+        checkpoints: Sequence[int] | None = None,
+    ) -> Query:
         rows = len(ids) if limit is None else limit
-        return self.store.rows_to_come(NAMESPACE, packed(ids), rows, self.now)
+        positions, needed = tuple(checkpoints or ()), checkpoints is not None
+        return Query(namespace, packed(ids), rows, announce, needed, positions)
 
-    def peek(self, ids: Sequence[int], namespace: bytes = NAMESPACE) -> int:
-        """Rows held, without a lease that stays."""
-        match = self.lookup(ids, namespace=namespace)
+    def peek(
+        self,
+        ids: Sequence[int],
+        namespace: bytes = NAMESPACE,
+        checkpoints: Sequence[int] | None = None,
+    ) -> int:
+        """Rows that are served, without a lease that stays."""
+        match = self.lookup(ids, namespace=namespace, checkpoints=checkpoints)
         self.store.release(self.session, [match.lease_id], self.now)
         return match.rows
 

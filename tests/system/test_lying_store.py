@@ -230,7 +230,7 @@ def test_a_damaged_record(
     where, data = damage
     lease = stage.client.lookup(stage.namespace, packed(PROMPT), len(PROMPT) - 1)
     span = lease.spans[1]
-    slab = stage.client._slab(span.slab_id)
+    slab = stage.client._slabs.map(span.slab_id)
     place = slice(span.offset + where, span.offset + where + len(data))
     before = slab[place]
     assert before != data

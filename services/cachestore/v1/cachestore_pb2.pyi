@@ -142,6 +142,42 @@ class Span(_message.Message):
 Global___Span: _TypeAlias = Span  # noqa: Y015
 
 @_typing.final
+class Checkpoint(_message.Message):
+    """The state of all layers without rows, after the first `position` tokens of a sequence."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
+    EXTENT_FIELD_NUMBER: _builtins.int
+    RECORD_BYTES_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    checkpoint_id: _builtins.int
+    """Daemon-wide id, of the same numbers as those of records; never reused."""
+    record_bytes: _builtins.int
+    """Bytes of its record stream inside the extent, at most extent.length."""
+    position: _builtins.int
+    """Tokens, at least 1."""
+    @_builtins.property
+    def extent(self) -> Global___Extent:
+        """Where its bytes are."""
+
+    def __init__(
+        self,
+        *,
+        checkpoint_id: _builtins.int = ...,
+        extent: Global___Extent | None = ...,
+        record_bytes: _builtins.int = ...,
+        position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["extent", b"extent"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "extent", b"extent", "position", b"position", "record_bytes", b"record_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Checkpoint: _TypeAlias = Checkpoint  # noqa: Y015
+
+@_typing.final
 class Spans(_message.Message):
     """Spans in order, a column for each field of Span and Extent: a long match has hundreds, and
     columns take a tenth of the time that messages do. All columns have the same length.
@@ -218,6 +254,8 @@ class LookupRequest(_message.Message):
     LIMIT_FIELD_NUMBER: _builtins.int
     ANNOUNCE_FIELD_NUMBER: _builtins.int
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    CHECKPOINTED_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     """SHA-256 that names model content, layout and codec policy: exactly 32 bytes."""
     tokens: _builtins.bytes
@@ -235,6 +273,17 @@ class LookupRequest(_message.Message):
     be served beyond those held now; but not later than after that many seconds, 0 to 120. The
     call's own deadline has to be longer. With 128 calls waiting already, do not wait.
     """
+    checkpointed: _builtins.bool
+    """Rows are of no use to the caller without a checkpoint: only those up to the deepest one, at
+    or before `limit`, are served. FAILED_PRECONDITION when the namespace is of the other kind.
+    """
+    @_builtins.property
+    def checkpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """With `announce` and `checkpointed`: positions at which the caller will commit checkpoints,
+        ascending, at most 64, each 1 to the number of tokens. For others the announcement is worth
+        the deepest one that they share.
+        """
+
     def __init__(
         self,
         *,
@@ -243,10 +292,12 @@ class LookupRequest(_message.Message):
         limit: _builtins.int = ...,
         announce: _builtins.bool = ...,
         wait_seconds: _builtins.float = ...,
+        checkpointed: _builtins.bool = ...,
+        checkpoints: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["announce", b"announce", "limit", b"limit", "namespace", b"namespace", "tokens", b"tokens", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announce", b"announce", "checkpointed", b"checkpointed", "checkpoints", b"checkpoints", "limit", b"limit", "namespace", b"namespace", "tokens", b"tokens", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -262,6 +313,7 @@ class LookupResponse(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     RETIRED_SLAB_IDS_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
     kind: Global___MatchKind.ValueType
     """What was found."""
     rows: _builtins.int
@@ -280,6 +332,10 @@ class LookupResponse(_message.Message):
         them, and then say so on the session socket. Their memory counts until it has.
         """
 
+    @_builtins.property
+    def checkpoint(self) -> Global___Checkpoint:
+        """With `checkpointed`, unless it is a miss: the one at position `rows`. The lease keeps it."""
+
     def __init__(
         self,
         *,
@@ -289,10 +345,11 @@ class LookupResponse(_message.Message):
         lease_id: _builtins.int = ...,
         lease_seconds: _builtins.float = ...,
         retired_slab_ids: _abc.Iterable[_builtins.int] | None = ...,
+        checkpoint: Global___Checkpoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["spans", b"spans"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "spans", b"spans"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "lease_id", b"lease_id", "lease_seconds", b"lease_seconds", "retired_slab_ids", b"retired_slab_ids", "rows", b"rows", "spans", b"spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "kind", b"kind", "lease_id", b"lease_id", "lease_seconds", b"lease_seconds", "retired_slab_ids", b"retired_slab_ids", "rows", b"rows", "spans", b"spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -395,6 +452,9 @@ class ReserveRequest(_message.Message):
     RECORD_OVERHEAD_BYTES_FIELD_NUMBER: _builtins.int
     ROW_BYTES_FIELD_NUMBER: _builtins.int
     LABEL_FIELD_NUMBER: _builtins.int
+    CHECKPOINTED_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    CONVERSATION_START_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     """As in LookupRequest."""
     tokens: _builtins.bytes
@@ -411,6 +471,21 @@ class ReserveRequest(_message.Message):
     """Name of the namespace for people, shown by stats; at most 256 bytes. Kept from the first
     reservation.
     """
+    checkpointed: _builtins.bool
+    """Whether the namespace is checkpointed. Fixed by the first reservation, as long as anything
+    is held or staged; FAILED_PRECONDITION for another value later.
+    """
+    conversation_start: _builtins.int
+    """Where the sequence goes its own way: what comes after belongs to one conversation, of which a
+    limited number of checkpoints is kept, abandoned branches included. 0 when it is not known;
+    at most the number of tokens.
+    """
+    @_builtins.property
+    def checkpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewCheckpoint]:
+        """With `checkpointed`: those that the caller can write. Positions are ascending and distinct;
+        at most 64.
+        """
+
     def __init__(
         self,
         *,
@@ -420,14 +495,73 @@ class ReserveRequest(_message.Message):
         record_overhead_bytes: _builtins.int = ...,
         row_bytes: _builtins.int = ...,
         label: _builtins.str = ...,
+        checkpointed: _builtins.bool = ...,
+        checkpoints: _abc.Iterable[Global___NewCheckpoint] | None = ...,
+        conversation_start: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_row", b"first_row", "label", b"label", "namespace", b"namespace", "record_overhead_bytes", b"record_overhead_bytes", "row_bytes", b"row_bytes", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpointed", b"checkpointed", "checkpoints", b"checkpoints", "conversation_start", b"conversation_start", "first_row", b"first_row", "label", b"label", "namespace", b"namespace", "record_overhead_bytes", b"record_overhead_bytes", "row_bytes", b"row_bytes", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReserveRequest: _TypeAlias = ReserveRequest  # noqa: Y015
+
+@_typing.final
+class NewCheckpoint(_message.Message):
+    """A checkpoint that could be written."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    """Tokens before it, 1 to the number of tokens."""
+    bytes: _builtins.int
+    """Bytes that its record stream takes at most: above 0, and no more than a slab has
+    (RESOURCE_EXHAUSTED).
+    """
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NewCheckpoint: _TypeAlias = NewCheckpoint  # noqa: Y015
+
+@_typing.final
+class StagedCheckpoint(_message.Message):
+    """A checkpoint to be written."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    EXTENT_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    """As NewCheckpoint.position."""
+    @_builtins.property
+    def extent(self) -> Global___Extent:
+        """Where its record is to be written."""
+
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+        extent: Global___Extent | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["extent", b"extent"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extent", b"extent", "position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StagedCheckpoint: _TypeAlias = StagedCheckpoint  # noqa: Y015
 
 @_typing.final
 class Piece(_message.Message):
@@ -469,6 +603,7 @@ class ReserveResponse(_message.Message):
     HAVE_FIELD_NUMBER: _builtins.int
     PIECES_FIELD_NUMBER: _builtins.int
     RESERVATION_SECONDS_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.int
     """For Commit or Abort; never 0."""
     have: _builtins.int
@@ -481,6 +616,12 @@ class ReserveResponse(_message.Message):
         (65,536 rows): when they end before the last token, commit them and reserve again.
         """
 
+    @_builtins.property
+    def checkpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___StagedCheckpoint]:
+        """Those asked for that are not held yet and whose rows are held or among the pieces, in order.
+        There may be some although all rows are held.
+        """
+
     def __init__(
         self,
         *,
@@ -488,10 +629,11 @@ class ReserveResponse(_message.Message):
         have: _builtins.int = ...,
         pieces: _abc.Iterable[Global___Piece] | None = ...,
         reservation_seconds: _builtins.float = ...,
+        checkpoints: _abc.Iterable[Global___StagedCheckpoint] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["have", b"have", "pieces", b"pieces", "reservation_id", b"reservation_id", "reservation_seconds", b"reservation_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoints", b"checkpoints", "have", b"have", "pieces", b"pieces", "reservation_id", b"reservation_id", "reservation_seconds", b"reservation_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -503,6 +645,7 @@ class CommitRequest(_message.Message):
 
     RESERVATION_ID_FIELD_NUMBER: _builtins.int
     RECORD_BYTES_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_BYTES_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.int
     """As Reserve gave it."""
     @_builtins.property
@@ -511,15 +654,20 @@ class CommitRequest(_message.Message):
         the length of its extent.
         """
 
+    @_builtins.property
+    def checkpoint_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The same for each staged checkpoint."""
+
     def __init__(
         self,
         *,
         reservation_id: _builtins.int = ...,
         record_bytes: _abc.Iterable[_builtins.int] | None = ...,
+        checkpoint_bytes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["record_bytes", b"record_bytes", "reservation_id", b"reservation_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_bytes", b"checkpoint_bytes", "record_bytes", b"record_bytes", "reservation_id", b"reservation_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -530,16 +678,20 @@ class CommitResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROWS_INSERTED_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_INSERTED_FIELD_NUMBER: _builtins.int
     rows_inserted: _builtins.int
     """Rows that this commit added; fewer than reserved when another writer was faster."""
+    checkpoints_inserted: _builtins.int
+    """Checkpoints that it added; fewer than staged when another writer was faster."""
     def __init__(
         self,
         *,
         rows_inserted: _builtins.int = ...,
+        checkpoints_inserted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows_inserted", b"rows_inserted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoints_inserted", b"checkpoints_inserted", "rows_inserted", b"rows_inserted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -607,18 +759,27 @@ class NamespaceStats(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     RECORDS_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
+    CHECKPOINTED_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    BYTES_CHECKPOINTS_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     """32 bytes."""
     label: _builtins.str
     """Name for people, as the first Reserve gave it."""
     bytes_used: _builtins.int
-    """Bytes of the extents of its records."""
+    """Bytes of the extents of its records and checkpoints."""
     tokens: _builtins.int
-    """Rows that a lookup can reach."""
+    """Rows that a lookup can reach, if it finds a checkpoint where it needs one."""
     records: _builtins.int
-    """Records held."""
+    """Records of rows held."""
     sequences: _builtins.int
     """Ends of stored sequences."""
+    checkpointed: _builtins.bool
+    """Whether rows are of no use there without a checkpoint."""
+    checkpoints: _builtins.int
+    """Checkpoints held."""
+    bytes_checkpoints: _builtins.int
+    """Of bytes_used: extents of checkpoints."""
     def __init__(
         self,
         *,
@@ -628,10 +789,13 @@ class NamespaceStats(_message.Message):
         tokens: _builtins.int = ...,
         records: _builtins.int = ...,
         sequences: _builtins.int = ...,
+        checkpointed: _builtins.bool = ...,
+        checkpoints: _builtins.int = ...,
+        bytes_checkpoints: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_used", b"bytes_used", "label", b"label", "namespace", b"namespace", "records", b"records", "sequences", b"sequences", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_checkpoints", b"bytes_checkpoints", "bytes_used", b"bytes_used", "checkpointed", b"checkpointed", "checkpoints", b"checkpoints", "label", b"label", "namespace", b"namespace", "records", b"records", "sequences", b"sequences", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -704,6 +868,8 @@ class WriteStats(_message.Message):
     ROWS_DUPLICATE_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     DROPPED_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_INSERTED_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_DUPLICATE_FIELD_NUMBER: _builtins.int
     committed: _builtins.int
     """Commits."""
     rows_inserted: _builtins.int
@@ -714,6 +880,10 @@ class WriteStats(_message.Message):
     """Reservations refused: larger than the budget, or no room beside what is pinned."""
     dropped: _builtins.int
     """Staged writes that ended without a commit: aborted, lapsed, session ended, parent gone."""
+    checkpoints_inserted: _builtins.int
+    """Checkpoints that commits added."""
+    checkpoints_duplicate: _builtins.int
+    """Checkpoints that a commit brought although another writer had been faster."""
     def __init__(
         self,
         *,
@@ -722,10 +892,12 @@ class WriteStats(_message.Message):
         rows_duplicate: _builtins.int = ...,
         refused: _builtins.int = ...,
         dropped: _builtins.int = ...,
+        checkpoints_inserted: _builtins.int = ...,
+        checkpoints_duplicate: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "dropped", b"dropped", "refused", b"refused", "rows_duplicate", b"rows_duplicate", "rows_inserted", b"rows_inserted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoints_duplicate", b"checkpoints_duplicate", "checkpoints_inserted", b"checkpoints_inserted", "committed", b"committed", "dropped", b"dropped", "refused", b"refused", "rows_duplicate", b"rows_duplicate", "rows_inserted", b"rows_inserted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -766,6 +938,10 @@ class StatsResponse(_message.Message):
     BYTES_RETIRING_FIELD_NUMBER: _builtins.int
     BYTES_USEFUL_FIELD_NUMBER: _builtins.int
     BYTES_MOVED_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    BYTES_CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_EVICTED_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_SURPLUS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the daemon."""
     pid: _builtins.int
@@ -779,7 +955,7 @@ class StatsResponse(_message.Message):
     bytes_free.
     """
     bytes_used: _builtins.int
-    """Extents of committed records."""
+    """Extents of committed records and checkpoints."""
     bytes_reserved: _builtins.int
     """Extents that are being written."""
     bytes_quarantined: _builtins.int
@@ -789,15 +965,15 @@ class StatsResponse(_message.Message):
     slabs: _builtins.int
     """Slabs held, retiring ones included."""
     records: _builtins.int
-    """Records held."""
+    """Records of rows held."""
     sequences: _builtins.int
     """Ends of stored sequences."""
     tokens: _builtins.int
-    """Rows that a lookup can reach."""
+    """As NamespaceStats.tokens."""
     evictions: _builtins.int
-    """Records that left for room, since start."""
+    """Records of rows that left for room or with the last checkpoint behind them, since start."""
     bytes_evicted: _builtins.int
-    """Bytes of their extents."""
+    """Bytes of the extents of all that left, checkpoints included."""
     sessions: _builtins.int
     """Sessions of engines; those of cachestore-admin are not counted."""
     leases: _builtins.int
@@ -830,6 +1006,14 @@ class StatsResponse(_message.Message):
     """Of bytes_free: in holes that a record of the median size fits in."""
     bytes_moved: _builtins.int
     """Copied since start to bring free bytes together."""
+    checkpoints: _builtins.int
+    """Checkpoints held."""
+    bytes_checkpoints: _builtins.int
+    """Of bytes_used: extents of checkpoints."""
+    checkpoints_evicted: _builtins.int
+    """Checkpoints that left for room, since start."""
+    checkpoints_surplus: _builtins.int
+    """Checkpoints that left because their conversation had too many, since start."""
     @_builtins.property
     def namespaces(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamespaceStats]:
         """One for each namespace that has a record."""
@@ -876,10 +1060,14 @@ class StatsResponse(_message.Message):
         bytes_retiring: _builtins.int = ...,
         bytes_useful: _builtins.int = ...,
         bytes_moved: _builtins.int = ...,
+        checkpoints: _builtins.int = ...,
+        bytes_checkpoints: _builtins.int = ...,
+        checkpoints_evicted: _builtins.int = ...,
+        checkpoints_surplus: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lookups", b"lookups", "writes", b"writes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced", b"announced", "bytes_budget", b"bytes_budget", "bytes_evicted", b"bytes_evicted", "bytes_free", b"bytes_free", "bytes_moved", b"bytes_moved", "bytes_padding", b"bytes_padding", "bytes_quarantined", b"bytes_quarantined", "bytes_reserved", b"bytes_reserved", "bytes_retiring", b"bytes_retiring", "bytes_slabs", b"bytes_slabs", "bytes_stranded", b"bytes_stranded", "bytes_used", b"bytes_used", "bytes_useful", b"bytes_useful", "check_failures", b"check_failures", "evictions", b"evictions", "leases", b"leases", "lookups", b"lookups", "namespaces", b"namespaces", "pid", b"pid", "pinned", b"pinned", "records", b"records", "reservations", b"reservations", "sequences", b"sequences", "sessions", b"sessions", "slab_failures", b"slab_failures", "slabs", b"slabs", "tokens", b"tokens", "uptime_seconds", b"uptime_seconds", "version", b"version", "waiting", b"waiting", "writes", b"writes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced", b"announced", "bytes_budget", b"bytes_budget", "bytes_checkpoints", b"bytes_checkpoints", "bytes_evicted", b"bytes_evicted", "bytes_free", b"bytes_free", "bytes_moved", b"bytes_moved", "bytes_padding", b"bytes_padding", "bytes_quarantined", b"bytes_quarantined", "bytes_reserved", b"bytes_reserved", "bytes_retiring", b"bytes_retiring", "bytes_slabs", b"bytes_slabs", "bytes_stranded", b"bytes_stranded", "bytes_used", b"bytes_used", "bytes_useful", b"bytes_useful", "check_failures", b"check_failures", "checkpoints", b"checkpoints", "checkpoints_evicted", b"checkpoints_evicted", "checkpoints_surplus", b"checkpoints_surplus", "evictions", b"evictions", "leases", b"leases", "lookups", b"lookups", "namespaces", b"namespaces", "pid", b"pid", "pinned", b"pinned", "records", b"records", "reservations", b"reservations", "sequences", b"sequences", "sessions", b"sessions", "slab_failures", b"slab_failures", "slabs", b"slabs", "tokens", b"tokens", "uptime_seconds", b"uptime_seconds", "version", b"version", "waiting", b"waiting", "writes", b"writes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -974,7 +1162,7 @@ Global___ListEntriesResponse: _TypeAlias = ListEntriesResponse  # noqa: Y015
 
 @_typing.final
 class Entry(_message.Message):
-    """A record, and what it is to its sequences."""
+    """A record or a checkpoint, and what it is to its sequences."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -987,10 +1175,11 @@ class Entry(_message.Message):
     AGE_SECONDS_FIELD_NUMBER: _builtins.int
     CLAIMS_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     """32 bytes."""
     parent_record_id: _builtins.int
-    """The record whose rows come before; 0 for none."""
+    """The record whose rows come before; 0 for none. For a checkpoint the one with its last row."""
     first_token: _builtins.int
     """Position in the sequence of the span's first row."""
     sequences: _builtins.int
@@ -1003,9 +1192,13 @@ class Entry(_message.Message):
     """Leases, reservations and pins that keep it now, also those of records behind it."""
     pinned: _builtins.bool
     """Pinned itself."""
+    checkpoint: _builtins.int
+    """For a checkpoint its position, else 0."""
     @_builtins.property
     def span(self) -> Global___Span:
-        """All of the record that a lookup can reach."""
+        """All of the record that a lookup can reach. A checkpoint is a record of one row, the one right
+        before its position, that holds state instead.
+        """
 
     def __init__(
         self,
@@ -1019,10 +1212,11 @@ class Entry(_message.Message):
         age_seconds: _builtins.float = ...,
         claims: _builtins.int = ...,
         pinned: _builtins.bool = ...,
+        checkpoint: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_seconds", b"age_seconds", "claims", b"claims", "first_token", b"first_token", "hits", b"hits", "namespace", b"namespace", "parent_record_id", b"parent_record_id", "pinned", b"pinned", "sequences", b"sequences", "span", b"span"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_seconds", b"age_seconds", "checkpoint", b"checkpoint", "claims", b"claims", "first_token", b"first_token", "hits", b"hits", "namespace", b"namespace", "parent_record_id", b"parent_record_id", "pinned", b"pinned", "sequences", b"sequences", "span", b"span"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1038,7 +1232,9 @@ class EvictRequest(_message.Message):
     namespace: _builtins.bytes
     """All records of it; 32 bytes."""
     record_id: _builtins.int
-    """The record and all that come after it in any sequence."""
+    """The record or checkpoint, and all that come after it in any sequence. With the last
+    checkpoint behind them, rows before it go, too.
+    """
     everything: _builtins.bool
     """Must be true."""
     def __init__(
@@ -1065,22 +1261,26 @@ class EvictResponse(_message.Message):
     RECORDS_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     KEPT_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_FIELD_NUMBER: _builtins.int
     records: _builtins.int
-    """Records dropped."""
+    """Records of rows dropped."""
     bytes: _builtins.int
-    """Bytes of their extents, free again."""
+    """Bytes of the extents of all that was dropped, free again."""
     kept: _builtins.int
-    """Records that stayed, being in use or pinned, or before such."""
+    """Records and checkpoints that stayed, being in use or pinned, or before such."""
+    checkpoints: _builtins.int
+    """Checkpoints dropped."""
     def __init__(
         self,
         *,
         records: _builtins.int = ...,
         bytes: _builtins.int = ...,
         kept: _builtins.int = ...,
+        checkpoints: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "kept", b"kept", "records", b"records"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "checkpoints", b"checkpoints", "kept", b"kept", "records", b"records"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1112,19 +1312,23 @@ class PinResponse(_message.Message):
 
     RECORDS_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_FIELD_NUMBER: _builtins.int
     records: _builtins.int
     """The record and all before it."""
     bytes: _builtins.int
-    """Bytes of their extents."""
+    """Bytes of their extents and of those of the checkpoints."""
+    checkpoints: _builtins.int
+    """The checkpoints there. One that is committed later is not kept."""
     def __init__(
         self,
         *,
         records: _builtins.int = ...,
         bytes: _builtins.int = ...,
+        checkpoints: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "records", b"records"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "checkpoints", b"checkpoints", "records", b"records"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1190,9 +1394,9 @@ class VerifyResponse(_message.Message):
     BYTES_TOTAL_FIELD_NUMBER: _builtins.int
     PROBLEMS_FIELD_NUMBER: _builtins.int
     records_done: _builtins.int
-    """Records read so far."""
+    """Records read so far, checkpoints among them."""
     records_total: _builtins.int
-    """Records held when it began."""
+    """Records and checkpoints held when it began."""
     bytes_done: _builtins.int
     """Bytes read so far."""
     bytes_total: _builtins.int
@@ -1224,7 +1428,7 @@ class InspectRequest(_message.Message):
 
     RECORD_ID_FIELD_NUMBER: _builtins.int
     record_id: _builtins.int
-    """As ListEntries gives it."""
+    """Of a record or a checkpoint, as ListEntries gives it."""
     def __init__(
         self,
         *,
@@ -1248,7 +1452,7 @@ class InspectResponse(_message.Message):
     """The first bytes of the record, at most 64 KiB: its header is among them."""
     @_builtins.property
     def entry(self) -> Global___Entry:
-        """The record."""
+        """The record or checkpoint."""
 
     def __init__(
         self,

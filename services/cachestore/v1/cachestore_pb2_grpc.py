@@ -114,6 +114,9 @@ class CachestoreServicer:
         """Longest prefix of the given tokens that is held. Pins what it returns with a lease, and
         refreshes the recency of the whole path.
 
+        In a checkpointed namespace rows are of no use without a checkpoint: the state of a model's
+        other layers after exactly so many tokens. There the rows up to the deepest one are served.
+
         One prefill for a crowd: each caller sets `announce` and `wait_seconds`. The first one is
         answered at once and computes what is missing. The others, of any session, are answered when
         its rows have been committed, or else when its lease has ended in any way: then the one that
@@ -141,7 +144,8 @@ class CachestoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Reserve(self, request, context):
-        """Stages a write: pins the rows already held and allocates extents for the others.
+        """Stages a write: pins the rows already held and allocates extents for the others, and for
+        checkpoints that are not held.
         RESOURCE_EXHAUSTED when the entry cannot fit; nothing is evicted for an entry larger than
         the budget.
         """
@@ -150,7 +154,9 @@ class CachestoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Publishes a staged write. Only rows that are still missing are inserted.
+        """Publishes a staged write, rows and checkpoints together. Only what is still missing is
+        inserted. A conversation keeps so many checkpoints (`cachestore serve --checkpoints-max`);
+        when there are more, those not used for longest leave.
         FAILED_PRECONDITION when the reservation has lapsed or the rows that it extends are gone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -181,22 +187,22 @@ class CachestoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListEntries(self, request, context):
-        """Records, a page at a time, in the order of their ids.
+        """Records and checkpoints, a page at a time, in the order of their ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Evict(self, request, context):
-        """Drops records that are neither in use nor pinned.
+        """Drops records and checkpoints that are neither in use nor pinned.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
-        """Keeps a record, and all before it in its sequence, until Unpin or the end of the daemon.
-        RESOURCE_EXHAUSTED when 4,096 are pinned.
+        """Keeps a record or checkpoint, all before it in its sequence, and the checkpoints there, until
+        Unpin or the end of the daemon. RESOURCE_EXHAUSTED when 4,096 are pinned.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,6 +45,9 @@ class CachestoreStub:
     """Longest prefix of the given tokens that is held. Pins what it returns with a lease, and
     refreshes the recency of the whole path.
 
+    In a checkpointed namespace rows are of no use without a checkpoint: the state of a model's
+    other layers after exactly so many tokens. There the rows up to the deepest one are served.
+
     One prefill for a crowd: each caller sets `announce` and `wait_seconds`. The first one is
     answered at once and computes what is missing. The others, of any session, are answered when
     its rows have been committed, or else when its lease has ended in any way: then the one that
@@ -58,12 +61,15 @@ class CachestoreStub:
     Release: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.ReleaseRequest, _cachestore_pb2.ReleaseResponse]
     """Ends leases. Unknown or ended ones are ignored."""
     Reserve: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.ReserveRequest, _cachestore_pb2.ReserveResponse]
-    """Stages a write: pins the rows already held and allocates extents for the others.
+    """Stages a write: pins the rows already held and allocates extents for the others, and for
+    checkpoints that are not held.
     RESOURCE_EXHAUSTED when the entry cannot fit; nothing is evicted for an entry larger than
     the budget.
     """
     Commit: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.CommitRequest, _cachestore_pb2.CommitResponse]
-    """Publishes a staged write. Only rows that are still missing are inserted.
+    """Publishes a staged write, rows and checkpoints together. Only what is still missing is
+    inserted. A conversation keeps so many checkpoints (`cachestore serve --checkpoints-max`);
+    when there are more, those not used for longest leave.
     FAILED_PRECONDITION when the reservation has lapsed or the rows that it extends are gone.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.AbortRequest, _cachestore_pb2.AbortResponse]
@@ -76,12 +82,12 @@ class CachestoreStub:
     Namespaces for which something is held.
     """
     ListEntries: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.ListEntriesRequest, _cachestore_pb2.ListEntriesResponse]
-    """Records, a page at a time, in the order of their ids."""
+    """Records and checkpoints, a page at a time, in the order of their ids."""
     Evict: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.EvictRequest, _cachestore_pb2.EvictResponse]
-    """Drops records that are neither in use nor pinned."""
+    """Drops records and checkpoints that are neither in use nor pinned."""
     Pin: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.PinRequest, _cachestore_pb2.PinResponse]
-    """Keeps a record, and all before it in its sequence, until Unpin or the end of the daemon.
-    RESOURCE_EXHAUSTED when 4,096 are pinned.
+    """Keeps a record or checkpoint, all before it in its sequence, and the checkpoints there, until
+    Unpin or the end of the daemon. RESOURCE_EXHAUSTED when 4,096 are pinned.
     """
     Unpin: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.UnpinRequest, _cachestore_pb2.UnpinResponse]
     """NOT_FOUND when the record is not pinned."""
@@ -99,6 +105,9 @@ class CachestoreAsyncStub(CachestoreStub):
     """Longest prefix of the given tokens that is held. Pins what it returns with a lease, and
     refreshes the recency of the whole path.
 
+    In a checkpointed namespace rows are of no use without a checkpoint: the state of a model's
+    other layers after exactly so many tokens. There the rows up to the deepest one are served.
+
     One prefill for a crowd: each caller sets `announce` and `wait_seconds`. The first one is
     answered at once and computes what is missing. The others, of any session, are answered when
     its rows have been committed, or else when its lease has ended in any way: then the one that
@@ -112,12 +121,15 @@ class CachestoreAsyncStub(CachestoreStub):
     Release: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.ReleaseRequest, _cachestore_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Ends leases. Unknown or ended ones are ignored."""
     Reserve: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.ReserveRequest, _cachestore_pb2.ReserveResponse]  # type: ignore[assignment]
-    """Stages a write: pins the rows already held and allocates extents for the others.
+    """Stages a write: pins the rows already held and allocates extents for the others, and for
+    checkpoints that are not held.
     RESOURCE_EXHAUSTED when the entry cannot fit; nothing is evicted for an entry larger than
     the budget.
     """
     Commit: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.CommitRequest, _cachestore_pb2.CommitResponse]  # type: ignore[assignment]
-    """Publishes a staged write. Only rows that are still missing are inserted.
+    """Publishes a staged write, rows and checkpoints together. Only what is still missing is
+    inserted. A conversation keeps so many checkpoints (`cachestore serve --checkpoints-max`);
+    when there are more, those not used for longest leave.
     FAILED_PRECONDITION when the reservation has lapsed or the rows that it extends are gone.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.AbortRequest, _cachestore_pb2.AbortResponse]  # type: ignore[assignment]
@@ -130,12 +142,12 @@ class CachestoreAsyncStub(CachestoreStub):
     Namespaces for which something is held.
     """
     ListEntries: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.ListEntriesRequest, _cachestore_pb2.ListEntriesResponse]  # type: ignore[assignment]
-    """Records, a page at a time, in the order of their ids."""
+    """Records and checkpoints, a page at a time, in the order of their ids."""
     Evict: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.EvictRequest, _cachestore_pb2.EvictResponse]  # type: ignore[assignment]
-    """Drops records that are neither in use nor pinned."""
+    """Drops records and checkpoints that are neither in use nor pinned."""
     Pin: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.PinRequest, _cachestore_pb2.PinResponse]  # type: ignore[assignment]
-    """Keeps a record, and all before it in its sequence, until Unpin or the end of the daemon.
-    RESOURCE_EXHAUSTED when 4,096 are pinned.
+    """Keeps a record or checkpoint, all before it in its sequence, and the checkpoints there, until
+    Unpin or the end of the daemon. RESOURCE_EXHAUSTED when 4,096 are pinned.
     """
     Unpin: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.UnpinRequest, _cachestore_pb2.UnpinResponse]  # type: ignore[assignment]
     """NOT_FOUND when the record is not pinned."""
@@ -155,6 +167,9 @@ class CachestoreServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_cachestore_pb2.LookupResponse, _abc.Awaitable[_cachestore_pb2.LookupResponse]]:
         """Longest prefix of the given tokens that is held. Pins what it returns with a lease, and
         refreshes the recency of the whole path.
+
+        In a checkpointed namespace rows are of no use without a checkpoint: the state of a model's
+        other layers after exactly so many tokens. There the rows up to the deepest one are served.
 
         One prefill for a crowd: each caller sets `announce` and `wait_seconds`. The first one is
         answered at once and computes what is missing. The others, of any session, are answered when
@@ -187,7 +202,8 @@ class CachestoreServicer(metaclass=_abc_1.ABCMeta):
         request: _cachestore_pb2.ReserveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cachestore_pb2.ReserveResponse, _abc.Awaitable[_cachestore_pb2.ReserveResponse]]:
-        """Stages a write: pins the rows already held and allocates extents for the others.
+        """Stages a write: pins the rows already held and allocates extents for the others, and for
+        checkpoints that are not held.
         RESOURCE_EXHAUSTED when the entry cannot fit; nothing is evicted for an entry larger than
         the budget.
         """
@@ -198,7 +214,9 @@ class CachestoreServicer(metaclass=_abc_1.ABCMeta):
         request: _cachestore_pb2.CommitRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cachestore_pb2.CommitResponse, _abc.Awaitable[_cachestore_pb2.CommitResponse]]:
-        """Publishes a staged write. Only rows that are still missing are inserted.
+        """Publishes a staged write, rows and checkpoints together. Only what is still missing is
+        inserted. A conversation keeps so many checkpoints (`cachestore serve --checkpoints-max`);
+        when there are more, those not used for longest leave.
         FAILED_PRECONDITION when the reservation has lapsed or the rows that it extends are gone.
         """
 
@@ -235,7 +253,7 @@ class CachestoreServicer(metaclass=_abc_1.ABCMeta):
         request: _cachestore_pb2.ListEntriesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cachestore_pb2.ListEntriesResponse, _abc.Awaitable[_cachestore_pb2.ListEntriesResponse]]:
-        """Records, a page at a time, in the order of their ids."""
+        """Records and checkpoints, a page at a time, in the order of their ids."""
 
     @_abc_1.abstractmethod
     def Evict(
@@ -243,7 +261,7 @@ class CachestoreServicer(metaclass=_abc_1.ABCMeta):
         request: _cachestore_pb2.EvictRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cachestore_pb2.EvictResponse, _abc.Awaitable[_cachestore_pb2.EvictResponse]]:
-        """Drops records that are neither in use nor pinned."""
+        """Drops records and checkpoints that are neither in use nor pinned."""
 
     @_abc_1.abstractmethod
     def Pin(
@@ -251,8 +269,8 @@ class CachestoreServicer(metaclass=_abc_1.ABCMeta):
         request: _cachestore_pb2.PinRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cachestore_pb2.PinResponse, _abc.Awaitable[_cachestore_pb2.PinResponse]]:
-        """Keeps a record, and all before it in its sequence, until Unpin or the end of the daemon.
-        RESOURCE_EXHAUSTED when 4,096 are pinned.
+        """Keeps a record or checkpoint, all before it in its sequence, and the checkpoints there, until
+        Unpin or the end of the daemon. RESOURCE_EXHAUSTED when 4,096 are pinned.
         """
 
     @_abc_1.abstractmethod

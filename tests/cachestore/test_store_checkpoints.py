@@ -1,0 +1,436 @@
+"""Checkpoints in the store: what is served, written together, evicted, bounded and refused."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cachestore.store import (
+    Match,
+    MatchKind,
+    NewCheckpoint,
+    Query,
+    RefusalCode,
+    Refused,
+    Sizes,
+    Store,
+    Target,
+)
+from tests.support.stores import NAMESPACE, OTHER_NAMESPACE, Bench, packed, tiny_config
+
+# Rows take 256 bytes for four of them, checkpoints 512.
+ROOMY = tiny_config(slabs=8, slab_bytes=4096)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench(Store(ROOMY))
+
+
+def end(bench: Bench, match: Match) -> None:
+    bench.store.release(bench.session, [match.lease_id], bench.now)
+
+
+def test_rows_are_served_up_to_the_deepest_checkpoint(bench: Bench) -> None:
+    bench.write(range(10), checkpoints=[3, 7])
+    match = bench.lookup(range(12), limit=11, checkpoints=[])
+    assert (match.kind, match.rows) == (MatchKind.PREFIX, 7)
+    assert [span.rows for span in match.spans] == [4, 3]
+    assert match.checkpoint is not None
+    assert match.checkpoint.record_bytes == 300
+    assert bench.lookup(range(10), limit=6, checkpoints=[]).rows == 3
+    assert bench.lookup([*range(7), 99], checkpoints=[]).rows == 7
+    assert bench.lookup([*range(6), 99], checkpoints=[]).rows == 3
+    bench.store.check()
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2])
+def test_rows_without_a_checkpoint_are_a_miss(bench: Bench, limit: int) -> None:
+    bench.write(range(10), checkpoints=[3])
+    match = bench.lookup(range(10), limit, checkpoints=[])
+    assert (match.kind, match.rows, match.spans) == (MatchKind.MISS, 0, ())
+    assert (match.checkpoint, match.lease_id) == (None, 0)
+    assert bench.store.statistics(0.0).lookups.tokens_served == 0
+
+
+def test_nothing_is_there_before_the_commit_and_all_of_it_after(bench: Bench) -> None:
+    reservation = bench.reserve(range(10), checkpoints=[4, 10])
+    assert [staged.position for staged in reservation.checkpoints] == [4, 10]
+    assert bench.peek(range(10), checkpoints=[]) == 0
+    inserted = bench.commit_all(reservation)
+    assert (inserted.rows, inserted.checkpoints) == (10, 2)
+    assert bench.peek(range(10), checkpoints=[]) == 10
+    found = bench.store.statistics(0.0)
+    (namespace,) = found.namespaces
+    assert (namespace.checkpointed, namespace.checkpoints) == (True, 2)
+    assert (found.checkpoints, found.bytes_checkpoints, found.bytes_used) == (2, 1024, 1792)
+    assert found.writes.checkpoints_inserted == 2
+
+
+def test_an_aborted_write_leaves_neither(bench: Bench) -> None:
+    reservation = bench.reserve(range(10), checkpoints=[4, 10])
+    bench.store.abort(bench.session, reservation.id, bench.now)
+    found = bench.store.statistics(0.0)
+    assert (found.bytes_used, found.bytes_reserved, found.checkpoints) == (0, 0, 0)
+    bench.store.check()
+
+
+def test_a_lapsed_write_sets_its_checkpoints_aside_too(bench: Bench) -> None:
+    reservation = bench.reserve(range(4), checkpoints=[4])
+    bench.now = 30.0
+    found = bench.store.statistics(bench.now)
+    assert (found.bytes_reserved, found.bytes_quarantined) == (0, 256 + 512)
+    bench.store.check()
+    with pytest.raises(Refused, match="lapsed"):
+        bench.commit(reservation)
+    found = bench.store.statistics(bench.now)
+    assert (found.bytes_quarantined, found.bytes_free) == (0, found.bytes_slabs)
+
+
+def test_only_what_is_missing_is_staged(bench: Bench) -> None:
+    bench.write(range(10), checkpoints=[4, 8])
+    again = bench.reserve(range(10), checkpoints=[2, 4, 8, 10])
+    assert (again.have, again.pieces) == (10, ())
+    assert [staged.position for staged in again.checkpoints] == [2, 10]
+    assert bench.commit_all(again).checkpoints == 2
+    assert bench.peek(range(10), checkpoints=[]) == 10
+    longer = bench.reserve(range(12), checkpoints=[10, 11])
+    assert [staged.position for staged in longer.checkpoints] == [11]
+
+
+def test_a_long_write_takes_its_checkpoints_along_piece_by_piece(bench: Bench) -> None:
+    positions = [3, 15, 16, 17, 30]
+    first = bench.reserve(range(30), checkpoints=positions)
+    assert first.end == 16
+    assert [staged.position for staged in first.checkpoints] == [3, 15, 16]
+    bench.commit(first)
+    rest = bench.reserve(range(30), checkpoints=positions)
+    assert [staged.position for staged in rest.checkpoints] == [17, 30]
+    bench.commit(rest)
+    assert [bench.peek(range(n), checkpoints=[]) for n in (14, 17, 30)] == [3, 17, 30]
+
+
+def test_a_checkpoint_that_another_writer_committed_meanwhile_is_freed(bench: Bench) -> None:
+    early = bench.reserve(range(6), checkpoints=[4, 6])
+    late = bench.reserve([*range(5), 77], checkpoints=[4, 6])
+    assert bench.commit_all(early).checkpoints == 2
+    inserted = bench.commit_all(late)
+    assert (inserted.rows, inserted.checkpoints) == (1, 1)
+    found = bench.store.statistics(0.0)
+    assert (found.checkpoints, found.writes.checkpoints_duplicate) == (3, 1)
+    assert found.bytes_reserved == 0
+    assert bench.peek([*range(5), 77], checkpoints=[]) == 6
+    bench.store.check()
+
+
+def test_a_served_checkpoint_stays_as_long_as_its_lease(bench: Bench) -> None:
+    bench.write(range(10), checkpoints=[4, 10])
+    match = bench.lookup(range(10), limit=4, checkpoints=[])
+    catalog = bench.store.catalog(0.0)
+    gone = catalog.evict(catalog.everything())
+    # The one at 10 goes, and with it the rows that only it made useful.
+    assert (gone.records, gone.checkpoints, gone.kept) == (2, 1, 2)
+    assert bench.peek(range(10), checkpoints=[]) == 4
+    end(bench, match)
+    assert bench.store.flush() == 1
+    assert bench.store.statistics(0.0).bytes_used == 0
+
+
+def test_rows_that_no_checkpoint_leads_to_leave_first() -> None:
+    bench = Bench(Store(tiny_config(slabs=1, slab_bytes=2048)))
+    bench.write(range(4), checkpoints=[4])  # 768 bytes, the oldest
+    bench.write([*range(4), 50, 51, 52, 53], checkpoints=[])  # 256 without one
+    bench.write(range(200, 204), OTHER_NAMESPACE, checkpoints=[4])  # 768
+    bench.write(range(300, 304), bytes(32))  # 256, and nothing is left
+    assert bench.store.statistics(0.0).evictions == 0
+    bench.write(range(400, 404), bytes(32))
+    found = bench.store.statistics(0.0)
+    assert (found.evictions, found.checkpoints_evicted, found.checkpoints) == (1, 0, 2)
+    assert bench.peek(range(4), checkpoints=[]) == 4
+    assert bench.peek(range(200, 204), OTHER_NAMESPACE, checkpoints=[]) == 4
+
+
+def test_checkpoints_leave_by_their_own_last_use_and_take_their_rows_along() -> None:
+    bench = Bench(Store(tiny_config(slabs=1, slab_bytes=4096)))
+    trunk = list(range(4))
+    one, two = [*trunk, 10, 11, 12, 13], [*trunk, 20, 21, 22, 23]
+    bench.write(one, checkpoints=[4, 8])  # 256 * 2 + 512 * 2
+    bench.write(two, checkpoints=[8])  # 256 + 512, and 1792 are left
+    # All of the path of `one` is recent now, but of its checkpoints only the last one was used.
+    assert bench.peek(one, checkpoints=[]) == 8
+    left = []
+    for first in range(300, 380, 4):
+        bench.write(range(first, first + 4), OTHER_NAMESPACE)
+        found = bench.store.statistics(0.0)
+        left.append((found.checkpoints_evicted, found.evictions))
+    # The one at 4 first; then that of `two`, with its rows; then that of `one`, with all before.
+    assert left == [(0, 0)] * 7 + [(1, 0)] * 2 + [(2, 1)] * 3 + [(3, 3)] * 4 + [
+        (3, evictions) for evictions in range(4, 8)
+    ]
+    assert bench.peek(trunk, checkpoints=[]) == 0
+    bench.store.check()
+
+
+def test_what_hangs_on_a_pinned_path_goes_when_it_is_released(bench: Bench) -> None:
+    bench.write(range(8), checkpoints=[8])
+    extending = bench.reserve(range(12), checkpoints=[12])
+    catalog = bench.store.catalog(0.0)
+    assert catalog.evict(catalog.everything()).checkpoints == 1
+    assert bench.store.statistics(0.0).records == 2
+    bench.store.abort(bench.session, extending.id, 0.0)
+    bench.store.check()
+    # Nothing leads there, so it leaves before anything else.
+    assert bench.store.statistics(0.0).records == 2
+    assert bench.store.flush() == 2
+
+
+def test_the_rows_under_a_new_checkpoint_stay_between_reserve_and_commit(bench: Bench) -> None:
+    bench.write(range(8), checkpoints=[8])
+    again = bench.reserve(range(8), checkpoints=[4])
+    bench.store.flush()
+    assert bench.commit_all(again).checkpoints == 1
+    assert bench.peek(range(8), checkpoints=[]) == 4
+    bench.store.check()
+
+
+def conversation(bench: Bench, turns: int, start: int, reply: int = 0) -> list[int]:
+    """Each turn is two tokens, with a checkpoint behind it. The first four are shared."""
+    ids = [0, 1, 2, 3]
+    for turn in range(turns):
+        ids += [100 * start + turn, reply]
+        bench.write(ids, checkpoints=[4, len(ids)], conversation_start=5)
+    return ids
+
+
+def test_a_conversation_keeps_a_bounded_number_and_what_it_shares() -> None:
+    bench = Bench(Store(replace(ROOMY, checkpoints_max=3)))
+    for start in (1, 2):
+        ids = conversation(bench, 10, start)
+        assert [bench.peek(ids, checkpoints=[]), bench.peek(ids[:5], checkpoints=[])] == [24, 4]
+    found = bench.store.statistics(0.0)
+    assert (found.checkpoints, found.checkpoints_surplus) == (1 + 3 + 3, 14)
+    assert found.checkpoints_evicted == 0
+
+
+def test_abandoned_replies_count_and_give_their_rows_back() -> None:
+    bench = Bench(Store(replace(ROOMY, checkpoints_max=3)))
+    for reply in range(10):
+        bench.write([0, 1, 2, 3, 4, *[50 + reply] * 4], checkpoints=[9], conversation_start=5)
+    found = bench.store.statistics(0.0)
+    assert (found.checkpoints, found.checkpoints_surplus) == (3, 7)
+    # The rows of the first reply that share a record with those before stay.
+    assert (found.records, found.tokens, found.evictions) == (2 + 3, 8 + 3 * 4, 7)
+    bench.store.check()
+
+
+def test_a_long_conversation_does_not_push_out_what_others_share() -> None:
+    bench = Bench(Store(replace(ROOMY, checkpoints_max=2)))
+    prompt = list(range(12))
+    bench.write([*prompt, 20], checkpoints=[4, 8, 12], conversation_start=13)
+    ids = [*prompt, 20]
+    for turn in range(8):
+        ids += [30 + turn]
+        bench.write(ids, checkpoints=[len(ids)], conversation_start=13)
+    assert bench.peek([*prompt, 99], checkpoints=[]) == 12
+    assert bench.store.statistics(0.0).checkpoints == 3 + 2
+
+
+def test_more_than_the_bound_at_once_stay_until_the_next_commit(bench: Bench) -> None:
+    positions = list(range(1, 16))
+    bench.write(range(16), checkpoints=positions)
+    assert bench.store.statistics(0.0).checkpoints == 15
+    bench.write(range(16), checkpoints=[16])
+    assert bench.store.statistics(0.0).checkpoints == 1 + 8
+
+
+def test_what_is_leased_or_pinned_is_never_too_many() -> None:
+    bench = Bench(Store(replace(ROOMY, checkpoints_max=2)))
+    bench.write(range(4), checkpoints=[1, 2, 3])
+    match = bench.lookup(range(4), limit=2, checkpoints=[])
+    for position in range(5, 12):
+        bench.write(range(position), checkpoints=[position])
+    assert bench.store.statistics(0.0).checkpoints == 1 + 2
+    bench.store.check()
+    end(bench, match)
+    bench.write(range(12), checkpoints=[12])
+    assert bench.store.statistics(0.0).checkpoints == 1 + 2
+    # The leased one was there until now, and is the least recently used.
+    assert bench.peek(range(2), checkpoints=[]) == 1
+
+
+def test_a_pinned_record_keeps_the_checkpoints_on_its_way(bench: Bench) -> None:
+    bench.write(range(8), checkpoints=[2, 6])
+    bench.write([*range(3), 90], checkpoints=[4])
+    record_id = bench.lookup(range(8), checkpoints=[]).spans[1].record_id
+    bench.store.close_session(bench.session, 0.0)
+    bench.session = bench.store.open_session(counted=True)
+    catalog = bench.store.catalog(0.0)
+    kept = catalog.pin(record_id)
+    assert [checkpoint.position for checkpoint in kept.checkpoints] == [2, 6]
+    bench.store.flush()
+    assert bench.peek(range(8), checkpoints=[]) == 6
+    assert bench.peek([*range(3), 90], checkpoints=[]) == 2
+    bench.store.check()
+    catalog.unpin(record_id)
+    assert bench.store.flush() == 2
+    assert bench.store.statistics(0.0).checkpoints == 0
+
+
+def test_entries_show_checkpoints_as_records_of_their_last_row(bench: Bench) -> None:
+    bench.write(range(6), checkpoints=[3, 6])
+    catalog = bench.store.catalog(2.0)
+    entries = catalog.entries(NAMESPACE, 0, 100, 2.0)
+    found = [(e.span.record_id, e.parent_id, e.first_token, e.checkpoint) for e in entries]
+    assert found == [(1, 0, 0, 0), (2, 1, 4, 0), (3, 1, 2, 3), (4, 2, 5, 6)]
+    assert sum(e.span.extent.length for e in entries) == bench.store.statistics(0.0).bytes_used
+    gone = catalog.evict(catalog.behind(4))
+    # The row behind position 4 is of no use to anybody then.
+    assert (gone.records, gone.checkpoints, gone.bytes) == (1, 1, 768)
+    assert bench.peek(range(6), checkpoints=[]) == 3
+    assert catalog.evict(catalog.behind(1)).checkpoints == 1
+    assert bench.store.statistics(0.0).bytes_used == 0
+
+
+def test_moved_checkpoints_are_found_where_they_are_now() -> None:
+    bench = Bench(Store(tiny_config(slabs=1, slab_bytes=4 * (2 * 512 + 256 + 256))))
+    for first in range(4):
+        bench.write([first, 9], checkpoints=[1, 2])
+        for limit in (1, 2):
+            match = bench.lookup([first, 9], limit, checkpoints=[])
+            assert match.checkpoint is not None
+            bench.memory(match.checkpoint.extent)[:] = bytes([10 * first + limit]) * 512
+            end(bench, match)
+        bench.write([first], OTHER_NAMESPACE)
+    catalog = bench.store.catalog(0.0)
+    # Four holes that are too small for a checkpoint.
+    assert catalog.evict(catalog.everything(OTHER_NAMESPACE)).records == 4
+    while bench.store.compact(bench.move):
+        bench.store.check()
+    assert bench.store.statistics(0.0).bytes_moved > 2 * 512
+    for first in range(4):
+        for limit in (1, 2):
+            match = bench.lookup([first, 9], limit, checkpoints=[])
+            assert match.checkpoint is not None
+            expected = bytes([10 * first + limit]) * 512
+            assert bytes(bench.memory(match.checkpoint.extent)) == expected
+
+
+ANNOUNCED = range(40)
+
+
+@pytest.mark.parametrize(
+    ("ids", "limit", "expected"),
+    [
+        (range(40), 39, 39),
+        (range(40), 38, 20),
+        ([*range(25), 99], 26, 20),
+        ([*range(20), 99], 21, 20),
+        ([*range(19), 99], 20, 0),
+        (range(20), 19, 0),
+    ],
+)
+def test_an_announcement_is_worth_the_deepest_position_that_is_shared(
+    bench: Bench, ids: Any, limit: int, expected: int
+) -> None:
+    bench.lookup(ANNOUNCED, announce=True, checkpoints=[20, 39])
+    assert bench.rows_to_come(ids, limit, checkpoints=[]) == expected
+
+
+def test_rows_that_are_held_without_a_checkpoint_are_still_to_come(bench: Bench) -> None:
+    bench.write(ANNOUNCED, checkpoints=[10])
+    bench.lookup(ANNOUNCED, announce=True, checkpoints=[20, 39])
+    assert bench.rows_to_come(ANNOUNCED, checkpoints=[]) == 39 - 10
+    # The next one is behind what they share.
+    assert bench.rows_to_come([*range(12), 99], checkpoints=[]) == 0
+    bench.write(ANNOUNCED, checkpoints=[20])
+    assert bench.rows_to_come(ANNOUNCED, checkpoints=[]) == 39 - 20
+    bench.write(ANNOUNCED, checkpoints=[39])
+    assert bench.rows_to_come(ANNOUNCED, checkpoints=[]) == 0
+    bench.store.check()
+
+
+def test_without_checkpoints_nothing_is_announced(bench: Bench) -> None:
+    assert bench.lookup(ANNOUNCED, announce=True, checkpoints=[]).lease_id
+    assert bench.store.statistics(0.0).announced == 0
+    assert bench.rows_to_come(ANNOUNCED, checkpoints=[]) == 0
+
+
+def target(**changes: Any) -> Target:
+    fields: dict[str, Any] = {"checkpointed": True, **changes}
+    return Target(NAMESPACE, packed(range(4)), 0, 32, 56, "", **fields)
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        *(
+            ("checkpoints", {"checkpoints": tuple(NewCheckpoint(at, 1) for at in positions)})
+            for positions in ([0], [5], [2, 1], [2, 2], [1, 2, 3, 2**31])
+        ),
+        ("checkpoints", {"checkpoints": (NewCheckpoint(1, 0),)}),
+        ("checkpoints", {"checkpoints": (NewCheckpoint(1, 1),), "checkpointed": False}),
+        ("conversation_start", {"conversation_start": 5}),
+        ("conversation_start", {"conversation_start": -1}),
+    ],
+)
+def test_a_bad_field_of_reserve_is_named(bench: Bench, field: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(Refused, match=rf"^{field}") as refusal:
+        bench.store.reserve(bench.session, target(**changes), 0.0)
+    assert refusal.value.code is RefusalCode.INVALID_ARGUMENT
+    bench.store.check()
+
+
+def test_more_than_64_at_once_are_refused(bench: Bench) -> None:
+    for count, accepted in ((64, True), (65, False)):
+        positions = tuple(range(1, count + 1))
+        query = Query(NAMESPACE, packed(range(100)), 99, True, True, positions)
+        if accepted:
+            assert bench.store.lookup(bench.session, query, 0.0).lease_id
+        else:
+            with pytest.raises(Refused, match=r"^checkpoints has 65"):
+                bench.store.lookup(bench.session, query, 0.0)
+
+
+@pytest.mark.parametrize("nbytes", [4097, 2**63])
+def test_a_checkpoint_larger_than_a_slab_is_refused(bench: Bench, nbytes: int) -> None:
+    new = (NewCheckpoint(4, nbytes),)
+    with pytest.raises(Refused, match="--budget") as refusal:
+        bench.store.reserve(bench.session, target(checkpoints=new), 0.0)
+    assert refusal.value.code is RefusalCode.RESOURCE_EXHAUSTED
+    assert bench.store.statistics(0.0).writes.refused == 1
+    bench.store.check()
+
+
+def test_checkpoints_count_for_what_fits_the_budget() -> None:
+    bench = Bench(Store(tiny_config(slabs=1, slab_bytes=1024)))
+    bench.write([7])
+    with pytest.raises(Refused, match="--budget"):
+        bench.reserve(range(8), OTHER_NAMESPACE, checkpoints=[4, 8])
+    assert bench.store.statistics(0.0).evictions == 0
+    assert bench.write(range(8), OTHER_NAMESPACE, checkpoints=[8]) == 8
+
+
+@pytest.mark.parametrize("sizes", [[], [512], [512, 0], [513, 512], [1, 1, 1]])
+def test_bad_checkpoint_bytes_leave_the_reservation_open(bench: Bench, sizes: list[int]) -> None:
+    reservation = bench.reserve(range(4), checkpoints=[2, 4])
+    with pytest.raises(Refused, match=r"^checkpoint_bytes") as refusal:
+        bench.store.commit(bench.session, reservation.id, Sizes([256], sizes), 0.0)
+    assert refusal.value.code is RefusalCode.INVALID_ARGUMENT
+    assert bench.commit(reservation) == 4
+
+
+def test_the_kind_of_a_namespace_is_fixed_while_anything_is_held_or_staged(bench: Bench) -> None:
+    staged = bench.reserve(range(4), checkpoints=[4])
+    with pytest.raises(Refused, match=r"^checkpointed is False") as refusal:
+        bench.reserve(range(100, 104))
+    assert refusal.value.code is RefusalCode.FAILED_PRECONDITION
+    bench.commit(staged)
+    for call in (lambda: bench.reserve([9]), lambda: bench.lookup([9]), lambda: bench.peek([9])):
+        with pytest.raises(Refused, match=r"^checkpointed is False"):
+            call()
+    assert bench.store.statistics(0.0).writes.refused == 0, "it would have fit"
+    bench.write([9], OTHER_NAMESPACE)
+    with pytest.raises(Refused, match=r"^checkpointed is True"):
+        bench.lookup([9], namespace=OTHER_NAMESPACE, checkpoints=[])
+    bench.store.flush()
+    assert bench.write(range(4)) == 4, "what is gone is forgotten"
