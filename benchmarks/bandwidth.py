@@ -249,8 +249,9 @@ class Bench:
             pieces = []
             for first in range(0, rows, PIECE_ROWS):
                 with run.keeping_mlx("pack"):
-                    piece = held(sliced(live, first, min(first + PIECE_ROWS, rows)))
-                    pieces += self.prefix.pack(rows, piece, first)
+                    span = range(first, min(first + PIECE_ROWS, rows))
+                    piece = held(sliced(live, span.start, span.stop))
+                    pieces += self.prefix.pack(rows, piece, span)
             with run.phase("write"):
                 self.prefix.write(tokens, pieces, None, report=0)
                 self._receive()

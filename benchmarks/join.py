@@ -147,7 +147,7 @@ class Histories:
     def of(cls, model: Any) -> "Histories":
         (group,) = probe(LiveCaches(model)).groups
         keys = group.parts[0]
-        return cls(group.layers, keys.heads, keys.width, keys.mlx_dtype)
+        return cls(len(group.layers), keys.heads, keys.width, keys.mlx_dtype)
 
     def make(self, tokens: int) -> Parts:
         shape = (1, self.heads, tokens, self.width)

@@ -82,8 +82,8 @@ def record_report(answer: pb.InspectResponse) -> Report:
             "part": part.name,
             "array": array.name,
             "dtype": array.dtype,
-            "shape": [part.layers, array.heads, layout.rows, array.width],
-            "first_layer": part.first_layer,
+            "shape": [len(part.layers), array.heads, layout.rows, array.width],
+            "layers": [*part.layers],
             "encoding": dict(part.encoding),
             "offset": offset,
         }
@@ -106,10 +106,9 @@ def record_tables(found: Report) -> Group:
             facts.add_row(name, Text(str(value)))
     arrays = empty_table("array", ("layers", "dtype", "shape", "offset", "encoding"))
     for array in found["arrays"]:
-        last_layer = array["first_layer"] + array["shape"][0] - 1
         arrays.add_row(
             Text(f"{array['part']}.{array['array']}"),
-            f"{array['first_layer']} to {last_layer}",
+            record.ranges(array["layers"]),
             array["dtype"],
             " x ".join(map(str, array["shape"])),
             f"{array['offset']:,}",

@@ -1,4 +1,4 @@
-"""The bytes of one record: rows of a token sequence for every layer of a model.
+"""The bytes of one record: rows of a token sequence, or a checkpoint of the state behind them.
 
 A record is one msgpack stream, so that any msgpack reader can open a dump of it:
 
@@ -13,6 +13,7 @@ docs/record-format.md.
 """
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 FORMAT: Final = "mlx-cachestore record"
-VERSION: Final = 2
+VERSION: Final = 3
 ALIGNMENT: Final = 64
 HEADER_BYTES_MAX: Final = 64 * 1024
 ROWS_MAX: Final = 2**32 - 1
@@ -39,6 +40,8 @@ _DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     "uint8": np.dtype("<u1"),
     "uint16": np.dtype("<u2"),
     "uint32": np.dtype("<u4"),
+    "int32": np.dtype("<i4"),
+    "int64": np.dtype("<i8"),
     "float16": np.dtype("<f2"),
     "bfloat16": np.dtype("<u2"),
     "float32": np.dtype("<f4"),
@@ -80,30 +83,33 @@ class ArraySpec:
 
 @dataclass(frozen=True, slots=True)
 class PartSpec:
-    """Keys, or values, of consecutive layers that have the same kind, shape and encoding."""
+    """Keys, say, of some layers that have the same kind, shape and encoding.
+
+    `layers` counts the model's layer caches from 0; they ascend, and need not be neighbours.
+    """
 
     kind: str
     name: str
-    first_layer: int
-    layers: int
+    layers: tuple[int, ...]
     encoding: Encoding
     arrays: tuple[ArraySpec, ...]
 
     def __post_init__(self) -> None:
-        if self.first_layer < 0 or self.layers < 1 or not self.arrays:
+        if not self.layers or not self.arrays:
             raise RecordError(f"part {self.name!r} holds no layers or no arrays")
+        if self.layers[0] < 0 or any(a >= b for a, b in itertools.pairwise(self.layers)):
+            raise RecordError(f"part {self.name!r} holds layers that do not ascend")
 
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """All that a header says beside rows and offsets: records of equal schemas can be joined."""
+    """All that a header says beside rows and offsets: records of equal schemas can be joined.
+
+    Without parts a record holds nothing but the tokens of its rows.
+    """
 
     codec: str
     parts: tuple[PartSpec, ...]
-
-    def __post_init__(self) -> None:
-        if not self.parts:
-            raise RecordError("a record needs at least one part")
 
     @property
     def arrays(self) -> Iterator[tuple[PartSpec, ArraySpec]]:
@@ -113,7 +119,7 @@ class Schema:
     @property
     def row_bytes(self) -> int:
         """Bytes that one row adds to a record: its token, and all layers of it."""
-        return TOKEN_BYTES + sum(part.layers * array.row_bytes for part, array in self.arrays)
+        return TOKEN_BYTES + sum(len(part.layers) * array.row_bytes for part, array in self.arrays)
 
     @property
     def overhead_bytes(self) -> int:
@@ -138,7 +144,7 @@ class Record:
 
     @cached_property
     def record_bytes(self) -> int:
-        return self.offsets[-1] + self._sizes[-1]
+        return (self.path_offset, *self.offsets)[-1] + self._sizes[-1]
 
     @cached_property
     def frame(self) -> tuple[tuple[int, bytes], ...]:
@@ -175,7 +181,7 @@ class Record:
         assert len(buffer) >= self.record_bytes
         views = []
         for (part, array), offset in zip(self.schema.arrays, self.offsets, strict=True):
-            shape = (part.layers, array.heads, self.rows, array.width)
+            shape = (len(part.layers), array.heads, self.rows, array.width)
             flat = np.frombuffer(buffer, array.numpy_dtype, math.prod(shape), offset)
             views.append(flat.reshape(shape))
         return views
@@ -259,6 +265,17 @@ def read_header(head: bytes) -> Record:
     return plan(*_parse_header(head))
 
 
+def ranges(layers: Sequence[int]) -> str:
+    """Layers that ascend, for people: "0 to 2, 5"."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and runs[-1][-1] == layer - 1:
+            runs[-1][1:] = [layer]
+        else:
+            runs.append([layer])
+    return ", ".join(" to ".join(map(str, run)) for run in runs)
+
+
 def _align(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
@@ -271,7 +288,7 @@ def _sizes(schema: Schema, rows: int) -> list[int]:
     """Bytes of the path and of each array."""
     return [
         _path_bytes(rows),
-        *(part.layers * rows * array.row_bytes for part, array in schema.arrays),
+        *(len(part.layers) * rows * array.row_bytes for part, array in schema.arrays),
     ]
 
 
@@ -286,14 +303,13 @@ def _pack_header(schema: Schema, rows: int, offsets: Sequence[int]) -> bytes:
             {
                 "kind": part.kind,
                 "name": part.name,
-                "first_layer": part.first_layer,
-                "layers": part.layers,
+                "layers": list(part.layers),
                 "encoding": dict(part.encoding),
                 "arrays": [
                     {
                         "name": array.name,
                         "dtype": array.dtype,
-                        "shape": [part.layers, array.heads, rows, array.width],
+                        "shape": [len(part.layers), array.heads, rows, array.width],
                         "offset": next(place),
                     }
                     for array in part.arrays
@@ -326,8 +342,7 @@ def _parse_part(part: object) -> PartSpec:
         case {
             "kind": str(kind),
             "name": str(name),
-            "first_layer": int(first_layer),
-            "layers": int(layers),
+            "layers": [*layers],
             "encoding": {**items},
             "arrays": [*arrays],
         }:
@@ -336,8 +351,10 @@ def _parse_part(part: object) -> PartSpec:
                 if not isinstance(value, int | str) or isinstance(value, bool):
                     raise RecordError("an encoding has a field that is no number and no text")
                 encoding[str(key)] = value
+            if not all(isinstance(layer, int) for layer in layers):
+                raise RecordError(f"part {name!r} holds a layer that is no number")
             specs = tuple(_parse_array(array) for array in arrays)
-            return PartSpec(kind, name, int(first_layer), int(layers), encoding, specs)
+            return PartSpec(kind, name, tuple(map(int, layers)), encoding, specs)
     raise RecordError("a part of the header lacks a field")
 
 

@@ -1,4 +1,4 @@
-"""From records in shared memory to layer caches.
+"""From records in shared memory, of rows and of a checkpoint, to layer caches.
 
 The way has three steps for each block of layers, and each step has its thread:
 
@@ -12,8 +12,9 @@ may be allocated or decoded. Lossless rows stay where they land, so the caches o
 share memory, which is free when the last of them has joined a batch.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import mlx.core as mx
@@ -22,10 +23,9 @@ import numpy.typing as npt
 
 from cachestore import record
 from engine.kv.codec import CodecPlan, CodecPolicy, PlannedPart
-from engine.kv.encoding import convert
+from engine.kv.encoding import PartShape, convert
 from engine.kv.export import host_view, unwritten
-from engine.kv.kinds import BY_NAME
-from engine.kv.layout import LayerGroup
+from engine.kv.layout import CacheLayout, RowGroup, StateGroup
 
 BLOCK_BYTES: Final = 32 * 1024 * 1024
 
@@ -36,6 +36,8 @@ class Source:
 
     `path` is what the record has to say of its rows [0, first_row + rows), as record.paths gives
     it: of the right tokens, in the right place of the right sequence, of the right namespace.
+
+    A checkpoint is the one row of its record, and its path that of the last token before it.
     """
 
     view: memoryview
@@ -52,9 +54,10 @@ class Attachment:
     itself, which may be dropped at any time.
     """
 
-    def __init__(self, rows: int, blocks: "tuple[Block, ...]") -> None:
+    def __init__(self, layout: CacheLayout, rows: int, blocks: "tuple[Block, ...]") -> None:
         self.rows: Final = rows
         self.blocks: Final = blocks
+        self._layout = layout
 
     @property
     def nbytes(self) -> int:
@@ -62,64 +65,135 @@ class Attachment:
         return sum(block.nbytes for block in self.blocks)
 
     def caches(self) -> list[Any]:
-        """One cache for each layer, of exactly `rows` rows. Once, on the MLX thread."""
-        return [cache for block in self.blocks for cache in block.take_caches()]
+        """The model's caches, of exactly `rows` rows. Once, on the MLX thread."""
+        leaves = {leaf: cache for block in self.blocks for leaf, cache in block.take_caches()}
+        return self._layout.nest([leaves[leaf] for leaf in range(self._layout.layers)])
 
 
 def plan(
-    policy: CodecPolicy, sources: Sequence[Source], block_bytes: int = BLOCK_BYTES
+    policy: CodecPolicy,
+    sources: Sequence[Source],
+    checkpoint: Source | None = None,
+    block_bytes: int = BLOCK_BYTES,
 ) -> Attachment:
     """Parses and checks the records; any thread.
 
-    Blocks are ordered by layer, and hold as many layers as make up `block_bytes` of decoded rows,
-    but at least one. RecordError when a record is broken, is not laid out as this model's are,
-    has fewer rows than its source says, or says that they are others.
+    `checkpoint` is that of the position where the sources end, for layouts that need one. Blocks
+    hold as many layers of a group as make up `block_bytes` of decoded rows, but at least one.
+    RecordError when a record is broken, is not laid out as this model's are, has fewer rows than
+    its source says, or says that they are others; and for a checkpoint too few or too many.
     """
-    segments: list[Segment] = []
-    parsed: record.Record | None = None
-    for source in sources:
-        parsed = record.read(source.view, like=parsed)
-        if not 0 <= source.first_row < source.first_row + source.rows <= parsed.rows:
-            raise record.RecordError(
-                f"rows [{source.first_row}, {source.first_row + source.rows}) of {parsed.rows}"
-            )
-        if not parsed.belongs(source.view, source.path):
-            raise record.RecordError("rows of other tokens, or of another namespace")
-        codec = policy.plan_of(parsed.schema)
-        if not segments or segments[-1].codec is not codec:
-            segments.append(Segment(codec))
-        segments[-1].spans.append((parsed, source))
+    layout = policy.codec.layout
+    segments = [
+        (codec, tuple(Span(parsed, source) for _, parsed, source in found))
+        for codec, found in itertools.groupby(_parsed(policy, sources), key=lambda each: each[0])
+    ]
     if not segments:
         raise record.RecordError("a match of no rows")
-    rows = sum(segment.rows for segment in segments)
+    rows = sum(source.rows for source in sources)
+    if layout.checkpointed != (checkpoint is not None):
+        raise record.RecordError("a checkpoint is missing, or there is no use for one")
     blocks = [
-        Block(group, layers, tuple(segments))
-        for group in policy.codec.layout.groups
+        Block(
+            group,
+            layers,
+            [Segment(_places(codec.parts, group), spans) for codec, spans in segments],
+            rows,
+        )
+        for group in layout.groups
         for layers in _cut(group, rows, block_bytes)
     ]
-    return Attachment(rows, tuple(blocks))
+    if checkpoint is not None:
+        blocks += _state_blocks(policy, checkpoint, rows, block_bytes)
+    return Attachment(layout, rows, tuple(blocks))
+
+
+def _parsed(
+    policy: CodecPolicy, sources: Sequence[Source]
+) -> Iterator[tuple[CodecPlan, record.Record, Source]]:
+    parsed: record.Record | None = None
+    for source in sources:
+        parsed = _checked(source, parsed)
+        yield policy.plan_of(parsed.schema), parsed, source
+
+
+def _checked(source: Source, like: record.Record | None = None) -> record.Record:
+    parsed = record.read(source.view, like=like)
+    if not 0 <= source.first_row < source.first_row + source.rows <= parsed.rows:
+        raise record.RecordError(
+            f"rows [{source.first_row}, {source.first_row + source.rows}) of {parsed.rows}"
+        )
+    if not parsed.belongs(source.view, source.path):
+        raise record.RecordError("rows of other tokens, or of another namespace")
+    return parsed
+
+
+def _state_blocks(
+    policy: CodecPolicy, checkpoint: Source, position: int, block_bytes: int
+) -> "Iterator[Block]":
+    """Of a checkpoint: what it holds of each leaf is like rows, in one segment or two."""
+    parsed, wanted = _checked(checkpoint), policy.checkpoint(position)
+    if parsed.schema != wanted.schema or parsed.rows != 1:
+        raise record.RecordError("a checkpoint of another layout, or of another position")
+    places = _first_arrays([run.part for run in wanted.runs])
+    runs = list(zip(wanted.runs, places, strict=True))
+    for group in policy.codec.layout.states:
+        of_group = [(run, place) for run, place in runs if run.part.group == group]
+        segments = [
+            Segment(
+                tuple((run.part, place) for run, place in of_group if run.rows == rows),
+                (Span(parsed, Source(checkpoint.view, 0, len(rows), checkpoint.path)),),
+            )
+            for rows in dict.fromkeys(run.rows for run, _ in of_group)
+        ]
+        for layers in _cut(group, group.kind.rows_at(position), block_bytes):
+            yield Block(group, layers, segments, position)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where some rows lie, or a checkpoint, whose rows are stored as one."""
+
+    parsed: record.Record
+    source: Source
+
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        return self.parsed.views(self.source.view)
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.source.first_row, self.source.first_row + self.source.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive spans of one codec: decoded in one go."""
+    """Consecutive spans that are decoded in one go: the parts of one group as all of them have
+    them, each with the place of its first array in a record."""
 
-    codec: CodecPlan
-    spans: list[tuple[record.Record, Source]] = field(default_factory=list)
+    parts: tuple[tuple[PlannedPart, int], ...]
+    spans: tuple[Span, ...]
 
     @property
     def rows(self) -> int:
-        return sum(source.rows for _, source in self.spans)
+        return sum(span.source.rows for span in self.spans)
 
 
 class Block:
-    """Some consecutive layers of an attachment: `allocate`, `copy`, `decode`, `take_caches`."""
+    """Some layers of an attachment: `allocate`, `copy`, `decode`, `take_caches`."""
 
-    def __init__(self, group: LayerGroup, layers: range, segments: tuple[Segment, ...]) -> None:
+    def __init__(
+        self,
+        group: RowGroup | StateGroup,
+        layers: range,
+        segments: Sequence[Segment],
+        position: int,
+    ) -> None:
+        """`layers` are places in the group's."""
         self._group = group
         self._layers = layers
-        self._segments = segments
+        self._segments = tuple(segments)
         self._rows = sum(segment.rows for segment in segments)
+        self._position = position
         # For each segment, by the part's name.
         self._landings: list[dict[str, _Landing]] = []
         # Each part's layers, each as the arrays of its live cache.
@@ -128,14 +202,14 @@ class Block:
     @property
     def nbytes(self) -> int:
         """Bytes of its decoded rows."""
-        return len(self._layers) * self._rows * _row_bytes(self._group)
+        return len(self._layers) * self._rows * _row_bytes(self._group.parts)
 
     def allocate(self) -> None:
         """On the MLX thread."""
         self._landings = [
             {
                 part.shape.name: _Landing(part, place, self._layers, segment.rows)
-                for part, place in _places(segment.codec, self._group)
+                for part, place in segment.parts
             }
             for segment in self._segments
         ]
@@ -144,12 +218,11 @@ class Block:
         """On a helper thread. Afterwards this block holds no view of a record."""
         for segment, parts in zip(self._segments, self._landings, strict=True):
             start = 0
-            for parsed, source in segment.spans:
-                rows = slice(source.first_row, source.first_row + source.rows)
-                arrays = [array[:, :, rows] for array in parsed.views(source.view)]
+            for span in segment.spans:
+                arrays = span.arrays()
                 for landing in parts.values():
-                    landing.copy(arrays, start)
-                start += source.rows
+                    landing.copy(arrays, span.rows, start)
+                start += span.source.rows
         self._segments = ()
 
     def decode(self) -> None:
@@ -160,18 +233,13 @@ class Block:
             self._decoded[shape.name] = [_join(pieces) for pieces in zip(*segments, strict=True)]
         mx.eval(self._decoded)
 
-    def take_caches(self) -> list[Any]:
-        """On the MLX thread, after `decode`; the block is empty afterwards."""
+    def take_caches(self) -> Iterator[tuple[int, Any]]:
+        """On the MLX thread, after `decode`: leaves and their caches; the block is empty
+        afterwards."""
         decoded, self._decoded = self._decoded, {}
-        kind = BY_NAME[self._group.kind]
-        return [
-            kind.restore(
-                self._group.parts,
-                {name: layers[index] for name, layers in decoded.items()},
-                self._rows,
-            )
-            for index in range(len(self._layers))
-        ]
+        for index, place in enumerate(self._layers):
+            parts = {name: layers[index] for name, layers in decoded.items()}
+            yield self._group.layers[place], self._group.kind.restore(parts, self._position)
 
 
 class _Landing:
@@ -180,9 +248,7 @@ class _Landing:
     def __init__(self, part: PlannedPart, place: int, layers: range, rows: int) -> None:
         self._encoding, self._live = part.encoding, part.shape.live
         self._place = place
-        # Within the record's array, whose first layer is the group's.
-        first = part.group.first_layer
-        self._layers = slice(layers.start - first, layers.stop - first)
+        self._layers = slice(layers.start, layers.stop)
         self._specs = part.encoding.arrays(part.shape)
         self._shapes = [(len(layers), spec.heads, rows, spec.width) for spec in self._specs]
         # Every byte is written by `copy`: the spans of a segment are all of its rows.
@@ -190,10 +256,14 @@ class _Landing:
         described = zip(self._buffers, self._specs, self._shapes, strict=True)
         self._views = [host_view(buffer, spec, shape) for buffer, spec, shape in described]
 
-    def copy(self, arrays: Sequence[npt.NDArray[Any]], start: int) -> None:
+    def copy(self, arrays: Sequence[npt.NDArray[Any]], rows: slice, start: int) -> None:
         """Copies rows of a record's arrays to rows [start, ...)."""
-        for array, view in zip(arrays[self._place :], self._views, strict=False):
-            np.copyto(view[:, :, start : start + array.shape[2]], array[self._layers])
+        to = slice(start, start + rows.stop - rows.start)
+        held = arrays[self._place : self._place + len(self._specs)]
+        for array, spec, view in zip(held, self._specs, self._views, strict=True):
+            # A checkpoint stores as one row what are several.
+            source = array.reshape(*array.shape[:2], -1, spec.width)
+            np.copyto(view[:, :, to], source[self._layers, :, rows])
 
     def decode(self) -> list[tuple[mx.array, ...]]:
         """For each layer the arrays (1, heads, rows, ...) of its live cache, lazy."""
@@ -208,15 +278,16 @@ class _Landing:
         ]
 
 
-def _places(codec: CodecPlan, group: LayerGroup) -> list[tuple[PlannedPart, int]]:
+def _first_arrays(parts: Sequence[PlannedPart]) -> list[int]:
+    """For each part the place of its first array in a record of all of them."""
+    counts = [len(part.encoding.arrays(part.shape)) for part in parts]
+    return list(itertools.accumulate(counts, initial=0))[:-1]
+
+
+def _places(parts: Sequence[PlannedPart], group: RowGroup) -> tuple[tuple[PlannedPart, int], ...]:
     """The parts of a group, each with the place of its first array in a record."""
-    places = []
-    place = 0
-    for part in codec.parts:
-        if part.group == group:
-            places.append((part, place))
-        place += len(part.encoding.arrays(part.shape))
-    return places
+    placed = zip(parts, _first_arrays(parts), strict=True)
+    return tuple((part, place) for part, place in placed if part.group == group)
 
 
 def _join(pieces: Sequence[tuple[mx.array, ...]]) -> tuple[mx.array, ...]:
@@ -225,13 +296,13 @@ def _join(pieces: Sequence[tuple[mx.array, ...]]) -> tuple[mx.array, ...]:
     return tuple(mx.concatenate(list(arrays), axis=2) for arrays in zip(*pieces, strict=True))
 
 
-def _cut(group: LayerGroup, rows: int, block_bytes: int) -> list[range]:
-    """Layers in pieces of at most `block_bytes`, but at least one layer."""
-    step = max(1, block_bytes // (rows * _row_bytes(group)))
-    layers = range(group.first_layer, group.first_layer + group.layers)
+def _cut(group: RowGroup | StateGroup, rows: int, block_bytes: int) -> list[range]:
+    """Places of layers in pieces of at most `block_bytes`, but at least one layer."""
+    step = max(1, block_bytes // max(1, rows * _row_bytes(group.parts)))
+    layers = range(len(group.layers))
     return [layers[first : first + step] for first in range(0, len(layers), step)]
 
 
-def _row_bytes(group: LayerGroup) -> int:
+def _row_bytes(parts: Sequence[PartShape]) -> int:
     """Bytes of one decoded row of one layer."""
-    return sum(shape.heads * shape.width * shape.mlx_dtype.size for shape in group.parts)
+    return sum(shape.heads * shape.width * shape.mlx_dtype.size for shape in parts)

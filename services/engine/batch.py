@@ -19,8 +19,9 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch
 
 from engine.config import PrefillStep
+from engine.kv import kinds
 from engine.kv.history import Rows
-from engine.kv.kinds import PlainKV
+from engine.kv.layout import CacheLayout
 from engine.kv.live import LiveCaches
 from engine.kv.solo import one_row
 from engine.penalties import Penalizer
@@ -202,18 +203,17 @@ class Batch:
         found = self._locate(uid)
         return 0 if found is None else len(found[0].tokens[found[1]])
 
-    def rows(self, uid: int, first: int, end: int) -> list[Rows]:
-        """Rows [first, end) of each layer: keys and values, each as the arrays that its cache
-        holds, (1, heads, end - first, ...).
+    def rows(self, uid: int, layout: CacheLayout, first: int, end: int) -> list[Rows]:
+        """Rows [first, end) of each layer, as kinds.rows.
 
-        Lazy slices of the live caches, for plain layers only. Evaluate and drop them
-        before the next step: a reference held across it makes MLX copy the whole cache.
+        Lazy slices of the live caches. Evaluate and drop them before the next step: a reference
+        held across it makes MLX copy the whole cache.
         """
         found = self._locate(uid)
         assert found is not None
         batch, index = found
         assert 0 <= first <= end <= len(batch.tokens[index])
-        return [PlainKV().rows(cache, index, first, end) for cache in batch.prompt_cache]
+        return kinds.rows(layout, batch.prompt_cache, index, first, end)
 
     def _first_token(self, uid: int) -> Token:
         decoding = self._decoding

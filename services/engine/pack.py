@@ -1,7 +1,7 @@
-"""From rows of live caches to records in shared memory.
+"""From rows and snapshots of live caches to records in shared memory.
 
-`pack` runs on the MLX thread and leaves nothing that refers to a live cache; `write` runs on a
-helper thread, without the GIL and without an MLX operation.
+`pack` and `pack_checkpoint` run on the MLX thread and leave nothing that refers to a live cache;
+`write` and `write_checkpoint` run on a helper thread, without the GIL and without an MLX operation.
 """
 
 import itertools
@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cachestore import record
-from engine.kv.codec import CodecPlan
+from engine.kv.codec import CheckpointPlan, CodecPlan, CodecPolicy, PlannedPart
 from engine.kv.encoding import convert
 from engine.kv.export import host_view
-from engine.kv.history import Rows
+from engine.kv.history import Rows, sliced
+from engine.kv.kinds import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +44,46 @@ class PackedRows:
         return sum(array.nbytes for array in self.arrays)
 
 
-def pack(codec: CodecPlan, layers: Sequence[Rows], first_token: int) -> PackedRows:
-    """Encodes and evaluates rows, on the MLX thread.
+def pack(codec: CodecPlan, layers: Sequence[Rows], span: range) -> PackedRows:
+    """Encodes and evaluates the rows `span` of a sequence, on the MLX thread.
 
-    `layers` has for each layer its parts (keys, values), each as the arrays that its live cache
-    holds, (1, heads, rows, ...), which may be lazy slices. No result shares memory with them.
+    `layers` has for each leaf of the model its parts (keys, values), each as the arrays that its
+    live cache holds, (1, heads, rows, ...), which may be lazy slices; what it has for leaves that
+    are state is not looked at. No result shares memory with them.
     """
-    rows = layers[0][0][0].shape[2]
-    arrays: list[mx.array] = []
-    for part in codec.parts:
-        place = part.group.parts.index(part.shape)
-        first = part.group.first_layer
-        held = [layer[place] for layer in layers[first : first + part.group.layers]]
-        stacked = [_stack(of_layers) for of_layers in zip(*held, strict=True)]
-        encoded = convert(stacked, part.shape.live, part.encoding)
-        # Part by part, so that only one is held in full precision.
-        mx.eval(encoded)
-        arrays += encoded
-    views = (
-        host_view(array, spec, array.shape)
-        for array, (_, spec) in zip(arrays, codec.schema.arrays, strict=True)
-    )
-    return PackedRows(first_token, rows, codec, tuple(views))
+    encoded = [_encoded(part, layers) for part in codec.parts]
+    return PackedRows(span.start, len(span), codec, _views(encoded, codec.schema))
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCheckpoint:
+    """The encoded state of all state leaves where `position` tokens had been fed.
+
+    `arrays` are (layers, heads, 1, ...), in the order of the plan's schema; as PackedRows'.
+    """
+
+    plan: CheckpointPlan
+    arrays: tuple[npt.NDArray[Any], ...]
+
+    @property
+    def position(self) -> int:
+        return self.plan.position
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its record."""
+        return record.plan(self.plan.schema, 1).record_bytes
+
+
+def pack_checkpoint(policy: CodecPolicy, snapshot: Snapshot, position: int) -> PackedCheckpoint:
+    """Encodes and evaluates a snapshot that was taken at `position`, on the MLX thread; as
+    `pack`."""
+    plan = policy.checkpoint(position)
+    encoded = [
+        _encoded(run.part, snapshot.leaves, slice(run.rows.start, run.rows.stop))
+        for run in plan.runs
+    ]
+    return PackedCheckpoint(plan, _views(encoded, plan.schema))
 
 
 def runs(packed: Sequence[PackedRows]) -> list[list[PackedRows]]:
@@ -84,10 +103,7 @@ def write(
     end = first_token + rows
     assert packed[0].first_token <= first_token
     assert end <= packed[-1].end
-    layout = record.plan(packed[0].codec.schema, rows)
-    if layout.record_bytes > len(extent):
-        raise record.RecordError(f"an extent of {len(extent)} bytes for {layout.record_bytes}")
-    record.write_header(layout, path, extent)
+    layout = _begun(record.plan(packed[0].codec.schema, rows), path, extent)
     targets = layout.views(extent)
     for part in packed:
         begin = max(first_token, part.first_token)
@@ -99,6 +115,47 @@ def write(
         for source, target in zip(part.arrays, targets, strict=True):
             np.copyto(target[:, :, to], source[:, :, of])
     return layout.record_bytes
+
+
+def write_checkpoint(packed: PackedCheckpoint, path: bytes, extent: memoryview) -> int:
+    """Writes a checkpoint as a record, on a helper thread; as `write`.
+
+    `path` is what record.paths gives for the last token before it: its digest is of all others.
+    """
+    layout = _begun(record.plan(packed.plan.schema, 1), path, extent)
+    for source, target in zip(packed.arrays, layout.views(extent), strict=True):
+        np.copyto(target, source)
+    return layout.record_bytes
+
+
+def _begun(layout: record.Record, path: bytes, extent: memoryview) -> record.Record:
+    """The layout, all of which is written but the arrays' own bytes."""
+    if layout.record_bytes > len(extent):
+        raise record.RecordError(f"an extent of {len(extent)} bytes for {layout.record_bytes}")
+    record.write_header(layout, path, extent)
+    return layout
+
+
+def _encoded(
+    part: PlannedPart, layers: Sequence[Rows], rows: slice = slice(None)
+) -> list[mx.array]:
+    """The arrays (layers, heads, rows, ...) of one part, evaluated, so that only one part at a
+    time is held in full precision."""
+    place = part.group.parts.index(part.shape)
+    held = [sliced(layers[leaf], rows)[place] for leaf in part.group.layers]
+    stacked = [_stack(of_layers) for of_layers in zip(*held, strict=True)]
+    encoded = list(convert(stacked, part.shape.live, part.encoding))
+    mx.eval(encoded)
+    return encoded
+
+
+def _views(encoded: Sequence[Sequence[mx.array]], schema: record.Schema) -> tuple[Any, ...]:
+    """The memory of arrays in the order of the schema, in its shapes."""
+    arrays = [array for part in encoded for array in part]
+    return tuple(
+        host_view(array, spec, (len(part.layers), spec.heads, -1, spec.width))
+        for array, (part, spec) in zip(arrays, schema.arrays, strict=True)
+    )
 
 
 def _stack(layers: Sequence[mx.array]) -> mx.array:

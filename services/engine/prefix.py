@@ -24,6 +24,7 @@ from engine import attach, config, pack
 from engine.attach import Attachment, Block
 from engine.kv.codec import CodecPolicy
 from engine.kv.history import Rows, sliced
+from engine.kv.layout import CacheLayout
 from engine.link import StoreLink
 from engine.pack import PackedRows
 
@@ -245,18 +246,23 @@ class Prefix:
         assert self._policy is not None
         return self._policy.is_settled(path_tokens)
 
-    def pack(self, path_tokens: int, rows: Sequence[Rows], first: int) -> list[PackedRows]:
-        """Encode rows [first, ...) of a path of this length, on the worker thread; one for each
+    @property
+    def layout(self) -> CacheLayout:
+        """Of the model whose rows are stored."""
+        assert self._policy is not None
+        return self._policy.codec.layout
+
+    def pack(self, path_tokens: int, rows: Sequence[Rows], span: range) -> list[PackedRows]:
+        """Encode rows `span` of a path of this length, on the worker thread; one for each
         codec that they are stored with, in order.
 
         They are encoded before this returns, and no reference to `rows` is kept.
         """
         assert self._policy is not None
-        end = first + rows[0][0][0].shape[2]
         packed = []
-        for codec, run in self._policy.runs(path_tokens, range(first, end)):
-            cut = slice(run.start - first, run.stop - first)
-            packed.append(pack.pack(codec, [sliced(layer, cut) for layer in rows], run.start))
+        for codec, run in self._policy.runs(path_tokens, span):
+            cut = slice(run.start - span.start, run.stop - span.start)
+            packed.append(pack.pack(codec, [sliced(layer, cut) for layer in rows], run))
         return packed
 
     def write(

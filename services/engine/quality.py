@@ -117,10 +117,12 @@ def run(flags: argparse.Namespace) -> int:
     try:
         loaded = load(ModelSpec(flags.model), device)
         layout = probe(LiveCaches(loaded.model))
+        if layout.checkpointed or any(layout.lists):
+            raise NotCacheable(f"not all layers are plain: {', '.join(layout.notes())}")
     except ModelError as error:
         raise ConfigError(str(error)) from None
     except NotCacheable as error:
-        raise ConfigError(f"--model {flags.model}: cannot be stored: {error}") from None
+        raise ConfigError(f"--model {flags.model}: cannot be measured: {error}") from None
     policies = _store_policies(flags, plans_of(flags.codec, layout, report.CODEC_FLAG))
     policies += _live_policies(flags, loaded, device.name)
     windows = _windows(flags, loaded, text)

@@ -145,6 +145,8 @@ class Engine:
     def _make_prefix(self, loaded: LoadedModel, caches: LiveCaches) -> Prefix:
         try:
             layout = probe(caches)
+            if layout.checkpointed:
+                raise NotCacheable(f"layers that need checkpoints: {', '.join(layout.notes())}")
         except NotCacheable as error:
             self.settings.refuse_cache_flags(f"this model is not cached ({error})")
             log.warning("not cached: %s", error)

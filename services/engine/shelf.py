@@ -42,8 +42,7 @@ class Shelf:
         """Packs and writes the next span's rows; `layers` as for pack.pack."""
         number = len(self._sources)
         span, path, extent = self.spans[number], self._paths[number], self._extents[number]
-        packed = pack.pack(self._codecs[number], layers, span.start)
-        assert packed.rows == len(span)
+        packed = pack.pack(self._codecs[number], layers, span)
         written = pack.write([packed], span.start, len(span), path, extent)
         self._sources.append(Source(extent[:written], 0, len(span), path))
 

@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from engine.kv.codec import CodecPlan
 from engine.kv.encoding import PartShape
+from engine.kv.kinds import PlainKV
 from engine.kv.layout import CacheLayout, LayerGroup
 from engine.shelf import RECORD_ROWS, Shelf, always, row_bytes
 
@@ -44,7 +45,7 @@ class Shape:
         parts = tuple(
             PartShape(name, self.heads, self.head_dim, self.dtype) for name in ("keys", "values")
         )
-        return CacheLayout((LayerGroup("kv", 0, self.layers, parts),))
+        return CacheLayout((LayerGroup(PlainKV(*parts), tuple(range(self.layers))),))
 
     @property
     def row_elements(self) -> int:

@@ -64,8 +64,8 @@ class Writeback:
         if not row.packed:
             row.path_rows = _path_rows(row, batch.held(row.uid), end)
         try:
-            rows = batch.rows(row.uid, first, end)
-            row.packed += self._prefix.pack(row.path_rows, rows, first)
+            rows = batch.rows(row.uid, self._prefix.layout, first, end)
+            row.packed += self._prefix.pack(row.path_rows, rows, range(first, end))
         except Exception:
             log.exception("rows could not be packed; they are not stored")
             self._prefix.give_up(row.found)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cachestore import record
 from cachestore.record import ArraySpec, PartSpec, RecordError, Schema
 
-DTYPES = ("uint8", "uint16", "uint32", "float16", "bfloat16", "float32")
+DTYPES = ("uint8", "uint16", "uint32", "int32", "int64", "float16", "bfloat16", "float32")
 
 array_specs = st.builds(
     ArraySpec,
@@ -27,13 +27,12 @@ part_specs = st.builds(
     PartSpec,
     kind=st.just("kv"),
     name=st.sampled_from(["keys", "values"]),
-    first_layer=st.integers(0, 2**32),
-    layers=st.integers(1, 4),
+    layers=st.sets(st.integers(0, 2**32), min_size=1, max_size=4).map(sorted).map(tuple),
     encoding=encodings,
     arrays=st.lists(array_specs, min_size=1, max_size=3).map(tuple),
 )
 schemas = st.builds(
-    Schema, codec=st.text(max_size=8), parts=st.lists(part_specs, min_size=1, max_size=4).map(tuple)
+    Schema, codec=st.text(max_size=8), parts=st.lists(part_specs, max_size=4).map(tuple)
 )
 
 
@@ -44,8 +43,7 @@ def example_schema() -> Schema:
             PartSpec(
                 "kv",
                 "keys",
-                first_layer=0,
-                layers=2,
+                layers=(0, 3),
                 encoding={"name": "affine", "bits": 8, "group_size": 32},
                 arrays=(
                     ArraySpec("codes", "uint32", heads=1, width=8),
@@ -56,8 +54,7 @@ def example_schema() -> Schema:
             PartSpec(
                 "kv",
                 "values",
-                first_layer=0,
-                layers=2,
+                layers=(0, 3),
                 encoding={"name": "none"},
                 arrays=(ArraySpec("rows", "bfloat16", heads=1, width=5),),
             ),
@@ -89,7 +86,7 @@ def test_round_trip(schema: Schema, rows: int) -> None:
     for (part, array), view, offset in zip(
         schema.arrays, parsed.views(buffer), parsed.offsets, strict=True
     ):
-        assert view.shape == (part.layers, array.heads, rows, array.width)
+        assert view.shape == (len(part.layers), array.heads, rows, array.width)
         assert offset % record.ALIGNMENT == 0
         assert view.tobytes() == bytes(buffer[offset : offset + view.nbytes])
 
@@ -267,14 +264,14 @@ def test_offsets_that_overlap_are_refused() -> None:
 
 def test_an_array_larger_than_msgpack_allows_is_refused() -> None:
     schema = Schema(
-        "none", (PartSpec("kv", "keys", 0, 1, {}, (ArraySpec("rows", "uint8", 1, 16),)),)
+        "none", (PartSpec("kv", "keys", (0,), {}, (ArraySpec("rows", "uint8", 1, 16),)),)
     )
     with pytest.raises(RecordError, match="4294967296 bytes"):
         record.plan(schema, 2**28)
 
 
 def test_a_header_that_is_too_long_is_refused() -> None:
-    part = PartSpec("kv", "keys", 0, 1, {}, (ArraySpec("rows", "uint8", 1, 2),))
+    part = PartSpec("kv", "keys", (0,), {}, (ArraySpec("rows", "uint8", 1, 2),))
     with pytest.raises(RecordError, match="too long"):
         record.plan(Schema("none", (part,) * 1000), 1)
 

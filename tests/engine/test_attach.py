@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from cachestore.record import TOKEN_BYTES
-from engine import attach, pack
+from engine import attach
 from engine.attach import Source
 from engine.kv.codec import CodecPlan, CodecPolicy
 from engine.kv.encoding import Affine, PartShape
@@ -22,8 +22,8 @@ from engine.kv.rotation import Rotation
 from tests.support.caches import (
     Layer,
     complete,
-    held,
     layout,
+    packed,
     random_layers,
     sliced,
     spans,
@@ -74,9 +74,9 @@ def bits(array: mx.array) -> bytes:
 def through_codec(codec: CodecPlan, layers: Sequence[Layer]) -> list[Layer]:
     """What MLX itself makes of each layer's rows."""
     encodings = {
-        (part.group.first_layer + layer, part.shape.name): part.encoding
+        (layer, part.shape.name): part.encoding
         for part in codec.parts
-        for layer in range(part.group.layers)
+        for layer in part.group.layers
     }
 
     def one(encoding: object, rows: mx.array) -> mx.array:
@@ -100,7 +100,7 @@ def test_round_trip(
 ) -> None:
     policy = CodecPolicy.of(geometry, name)
     layers = random_layers(geometry, rows=50, seed=seed)
-    records = store(pack.pack(policy.codec, held(layers), 0), random_cuts(50, seed), helper)
+    records = store(packed(policy.codec, layers), random_cuts(50, seed), helper)
     for stop in (1, 17, 49, 50):
         attachment = attach.plan(policy, spans(records, stop))
         assert attachment.rows == stop
@@ -116,9 +116,9 @@ def test_spans_begin_inside_records(
     """A path through records that were cut and committed at different places."""
     policy = CodecPolicy.of(geometry, "q8")
     layers = random_layers(geometry, rows=60, seed=seed)
-    packed = pack.pack(policy.codec, held(layers), 0)
-    one = store(packed, random_cuts(60, seed), helper)
-    other = store(packed, random_cuts(60, seed + 100), helper)
+    every = packed(policy.codec, layers)
+    one = store(every, random_cuts(60, seed), helper)
+    other = store(every, random_cuts(60, seed + 100), helper)
     chosen = random.Random(seed)
     sources: list[Source] = []
     position = 0
@@ -141,9 +141,9 @@ def test_codecs_may_change_along_a_path(geometry: CacheLayout, helper: ThreadPoo
     policy = CodecPolicy.of(geometry, "q8")
     layers = random_layers(geometry, rows=40)
     records = [
-        *store(pack.pack(policy.lossless, held(sliced(layers, 0, 10)), 0), [6, 10], helper),
-        *store(pack.pack(policy.codec, held(sliced(layers, 10, 30)), 10), [16, 30], helper),
-        *store(pack.pack(policy.lossless, held(sliced(layers, 30, 40)), 30), [40], helper),
+        *store(packed(policy.lossless, sliced(layers, 0, 10)), [6, 10], helper),
+        *store(packed(policy.codec, sliced(layers, 10, 30), 10), [16, 30], helper),
+        *store(packed(policy.lossless, sliced(layers, 30, 40), 30), [40], helper),
     ]
     encoded = through_codec(policy.codec, sliced(layers, 10, 30))
     pieces = zip(sliced(layers, 0, 10), encoded, sliced(layers, 30, 40), strict=True)
@@ -163,7 +163,7 @@ def test_blocks_may_be_small_and_in_any_order(
 ) -> None:
     policy = CodecPolicy.of(geometry, "q8")
     layers = random_layers(geometry, rows=20)
-    records = store(pack.pack(policy.codec, held(layers), 0), [8, 20], helper)
+    records = store(packed(policy.codec, layers), [8, 20], helper)
     attachment = attach.plan(policy, spans(records, 19), block_bytes=1)
     assert len(attachment.blocks) == geometry.layers
     for block in attachment.blocks:
@@ -185,7 +185,7 @@ def test_lossless_is_bit_for_bit(dtype: str, helper: ThreadPoolExecutor) -> None
         geometry.groups[0].parts[0].mlx_dtype
     )
     layers = [(rows, rows), (rows, rows)]
-    records = store(pack.pack(policy.codec, held(layers), 0), [2, 5], helper)
+    records = store(packed(policy.codec, layers), [2, 5], helper)
     assert_holds(complete(attach.plan(policy, spans(records, 5)), helper), layers)
 
 
@@ -223,7 +223,7 @@ def test_rows_outside_the_match_never_show(name: str, helper: ThreadPoolExecutor
     policy = CodecPolicy.of(geometry, name)
     poison = mx.where(mx.arange(30)[:, None] < 20, 0, mx.nan).astype(mx.bfloat16)
     layers = [(keys + poison, values + poison) for keys, values in random_layers(geometry, rows=30)]
-    records = store(pack.pack(policy.codec, held(layers), 0), [12, 30], helper)
+    records = store(packed(policy.codec, layers), [12, 30], helper)
     caches = complete(attach.plan(policy, spans(records, 20)), helper)
     assert_holds(caches, through_codec(policy.codec, sliced(layers, 0, 20)))
     for cache in caches:
@@ -245,12 +245,12 @@ def test_packed_rows_do_not_follow_the_live_cache(
         live.append(cache)
     expected = [(mx.array(cache.keys), mx.array(cache.values)) for cache in live]
     mx.eval(expected)
-    packed = pack.pack(policy.codec, held(sliced([(c.keys, c.values) for c in live], 0, 256)), 0)
+    taken = packed(policy.codec, sliced([(c.keys, c.values) for c in live], 0, 256))
     for cache in live:
         for part in (cache.keys, cache.values):
             part[...] = mx.zeros_like(part)
             mx.eval(part)
-    records = store(packed, [256], helper)
+    records = store(taken, [256], helper)
     caches = complete(attach.plan(policy, spans(records, 256)), helper)
     assert_holds(caches, through_codec(policy.codec, expected))
 
@@ -259,9 +259,9 @@ def test_packing_a_row_does_not_depend_on_its_neighbours() -> None:
     geometry = layout((3, 64, 96), heads=2, dtype="float16")
     codec = CodecPolicy.of(geometry, "q8").codec
     layers = random_layers(geometry, rows=40)
-    whole = pack.pack(codec, held(layers), 0)
+    whole = packed(codec, layers)
     for start, stop in ((0, 1), (7, 8), (5, 33), (39, 40)):
-        part = pack.pack(codec, held(sliced(layers, start, stop)), start)
+        part = packed(codec, sliced(layers, start, stop), start)
         assert (part.first_token, part.rows) == (start, stop - start)
         for some, all_rows in zip(part.arrays, whole.arrays, strict=True):
             assert np.array_equal(some, all_rows[:, :, start:stop])
@@ -274,12 +274,12 @@ def test_only_the_packed_copy_remains() -> None:
     mx.synchronize()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    packed = pack.pack(codec, held(sliced(layers, 100, 1900)), 100)
+    taken = packed(codec, sliced(layers, 100, 1900), 100)
     keys_bytes = 8 * 4 * 1800 * 64 * 4
-    assert mx.get_peak_memory() - before < 1.01 * (keys_bytes + packed.nbytes)
-    assert packed.nbytes == 1800 * (codec.row_bytes - TOKEN_BYTES)
-    assert mx.get_active_memory() - before < 1.01 * packed.nbytes + 10_000
-    del packed
+    assert mx.get_peak_memory() - before < 1.01 * (keys_bytes + taken.nbytes)
+    assert taken.nbytes == 1800 * (codec.row_bytes - TOKEN_BYTES)
+    assert mx.get_active_memory() - before < 1.01 * taken.nbytes + 10_000
+    del taken
     assert mx.get_active_memory() - before < 10_000
 
 
@@ -287,7 +287,7 @@ def test_decoding_holds_the_packed_rows_of_one_block_at_most(helper: ThreadPoolE
     geometry = layout((8, 64, 64), heads=4)
     policy = CodecPolicy.of(geometry, "q8")
     layers = random_layers(geometry, rows=1000)
-    records = store(pack.pack(policy.codec, held(layers), 0), [1000], helper)
+    records = store(packed(policy.codec, layers), [1000], helper)
     del layers
     before = mx.get_active_memory()
     attachment = attach.plan(policy, spans(records, 1000), block_bytes=1)
@@ -317,7 +317,7 @@ def test_a_hit_equals_a_miss(
     cold_logits = model(tokens, cache=cold)
     layers = sliced([(cache.keys, cache.values) for cache in cold], 0, length)
     cuts = [*range(RECORD_ROWS, length, RECORD_ROWS), length]
-    records = store(pack.pack(policy.codec, held(layers), 0), cuts, helper)
+    records = store(packed(policy.codec, layers), cuts, helper)
     for stop in range(1, length):
         reference = make_prompt_cache(model)
         for cache, (keys, values) in zip(

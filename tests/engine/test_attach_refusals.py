@@ -7,7 +7,7 @@ from cachestore.record import RecordError
 from engine import attach, pack
 from engine.attach import Source
 from engine.kv.codec import CodecPolicy
-from tests.support.caches import NAMESPACE, TOKENS, held, layout, path_of, random_layers
+from tests.support.caches import NAMESPACE, TOKENS, layout, packed, path_of, random_layers
 
 OTHER = b"\xff" * 4  # a token that is not in TOKENS
 
@@ -17,9 +17,9 @@ def small() -> tuple[CodecPolicy, bytearray]:
     """A policy, and the bytes of a record of ten rows."""
     geometry = layout((2, 64, 64))
     policy = CodecPolicy.of(geometry, "q8")
-    packed = pack.pack(policy.codec, held(random_layers(geometry, rows=10)), 0)
+    taken = packed(policy.codec, random_layers(geometry, rows=10))
     stored = bytearray(policy.codec.record_overhead_bytes + 10 * policy.codec.row_bytes)
-    used = pack.write([packed], 0, 10, path_of(0, 10), memoryview(stored))
+    used = pack.write([taken], 0, 10, path_of(0, 10), memoryview(stored))
     return policy, stored[:used]
 
 
@@ -105,6 +105,6 @@ def test_no_view_outlives_an_attachment_that_is_dropped(
 def test_an_extent_that_is_too_short_is_refused() -> None:
     geometry = layout((2, 64, 64))
     codec = CodecPolicy.of(geometry, "none").codec
-    packed = pack.pack(codec, held(random_layers(geometry, rows=4)), 0)
+    taken = packed(codec, random_layers(geometry, rows=4))
     with pytest.raises(RecordError, match="extent"):
-        pack.write([packed], 0, 4, path_of(0, 4), memoryview(bytearray(4 * codec.row_bytes)))
+        pack.write([taken], 0, 4, path_of(0, 4), memoryview(bytearray(4 * codec.row_bytes)))

@@ -10,6 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from engine.batch import Batch, BatchMode, BatchShape
 from engine.config import PrefillStep
 from engine.kv.history import FULL, JoiningKVCache
+from engine.kv.layout import probe
 from engine.kv.live import LiveCaches
 from tests.support.cores import alone
 from tests.support.models import gpt_bigcode_config, llama_config, tiny_model
@@ -31,6 +32,7 @@ class Rows:
 
     def __init__(self, model: Any, mode: BatchMode = BatchMode.BATCHED, rows_max: int = 4) -> None:
         self.model = model
+        self.layout = probe(LiveCaches(model))
         self.batch = make_batch(model, mode, rows_max)
         self.prompts: dict[int, tuple[int, ...]] = {}
         self.replies: dict[int, list[int]] = {}
@@ -73,7 +75,7 @@ class Rows:
             mx.eval(self.model(mx.array([path[:held]]), cache=caches))
             for first, end in {(0, held), (held // 2, held), (held - 1, held), (0, 1), (0, 0)}:
                 for ((keys,), (values,)), cache in zip(
-                    self.batch.rows(uid, first, end), caches, strict=True
+                    self.batch.rows(uid, self.layout, first, end), caches, strict=True
                 ):
                     assert keys.shape[:3] == (1, cache.keys.shape[1], end - first)
                     close(keys, cache.keys[:, :, first:end])
@@ -264,6 +266,7 @@ class Full:
     """Rows with a long history, for whom a step costs little beside a copy of their caches."""
 
     def __init__(self, model: Any) -> None:
+        self.layout = probe(LiveCaches(model))
         self.batch = make_batch(model)
         tokens = prompt(1, HISTORY + 1)
         for row in range(ROWS):
@@ -273,6 +276,9 @@ class Full:
         for _ in range(4):
             self.batch.step()  # the buffers have grown: the next steps are plain ones
         mx.clear_cache()
+
+    def rows(self, first: int, end: int) -> Any:
+        return self.batch.rows(self.uid, self.layout, first, end)
 
     @property
     def cache_bytes(self) -> int:
@@ -303,18 +309,18 @@ def full(llama: Any) -> Full:
 def test_rows_that_are_taken_and_dropped_cost_no_copy_of_the_caches(full: Full) -> None:
     plain = full.peak_bytes_of_steps()
     assert plain < full.cache_bytes / 4
-    rows = full.batch.rows(full.uid, 0, HISTORY)
+    rows = full.rows(0, HISTORY)
     mx.eval([mx.contiguous(array) for layer in rows for part in layer for array in part])
     del rows
     assert full.peak_bytes_of_steps() < full.cache_bytes / 4
-    unused = full.batch.rows(full.uid, 10, 20)
+    unused = full.rows(10, 20)
     del unused
     assert full.peak_bytes_of_steps() < full.cache_bytes / 4
 
 
 def test_rows_that_are_kept_do(full: Full) -> None:
     """That the test above can fail: a reference across a step is what it looks for."""
-    kept = full.batch.rows(full.uid, 0, HISTORY)
+    kept = full.rows(0, HISTORY)
     assert full.peak_bytes_of_steps() > full.cache_bytes / 2
     del kept
 

@@ -6,7 +6,7 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from engine.kv.encoding import PartShape
-from engine.kv.kinds import NotCacheable
+from engine.kv.kinds import NotCacheable, PlainKV
 from engine.kv.layout import LayerGroup, probe
 from engine.kv.live import LiveCaches
 from tests.support.models import (
@@ -49,7 +49,7 @@ def test_a_llama_is_one_group(kv_heads: int, dtype: mx.Dtype) -> None:
     layout = probe(LiveCaches(tiny_llama(kv_heads=kv_heads, head_dim=32, layers=3, dtype=dtype)))
     name = str(dtype).removeprefix("mlx.core.")
     parts = (PartShape("keys", kv_heads, 32, name), PartShape("values", kv_heads, 32, name))
-    assert layout.groups == (LayerGroup("kv", 0, 3, parts),)
+    assert layout.groups == (LayerGroup(PlainKV(*parts), (0, 1, 2)),)
     assert layout.layers == 3
 
 
@@ -59,18 +59,20 @@ def test_its_like_are_cacheable(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "kinds"),
+    ("config", "notes"),
     [
-        (gemma3_config(), "3 RotatingKVCache"),
-        (mamba2_config(), "2 ArraysCache"),
-        (qwen3_next_config(), "3 ArraysCache"),
-        (llama4_config(), "3 ChunkedKVCache"),
+        (qwen3_config(), ["2 x keys and values: rows"]),
+        (gemma3_config(), ["1 x keys and values: rows", "3 x window of 16 rows: checkpoints"]),
+        (mamba2_config(), ["2 x recurrent state: checkpoints"]),
+        (qwen3_next_config(), ["1 x keys and values: rows", "3 x recurrent state: checkpoints"]),
+        (llama4_config(), ["1 x keys and values: rows", "3 x chunks of 16 rows: checkpoints"]),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_other_kinds_are_named(config: dict[str, Any], kinds: str) -> None:
-    with pytest.raises(NotCacheable, match=kinds):
-        probe(LiveCaches(tiny_model(config)))
+def test_each_kind_of_layer_is_said(config: dict[str, Any], notes: list[str]) -> None:
+    layout = probe(LiveCaches(tiny_model(config)))
+    assert layout.notes() == notes
+    assert layout.checkpointed == (len(layout.states) > 0)
 
 
 def test_a_subclass_is_another_kind() -> None:
@@ -81,14 +83,10 @@ def test_a_subclass_is_another_kind() -> None:
         probe(LiveCaches(FakeModel((1, 8, 8, mx.float32), (1, 8, 8, mx.float32), cache=OwnCache)))
 
 
-def test_neighbours_of_one_shape_are_grouped() -> None:
+def test_layers_of_one_shape_are_grouped() -> None:
     small, large = (1, 32, 32, mx.float32), (2, 64, 32, mx.float16)
     layout = probe(LiveCaches(FakeModel(small, small, large, small)))
-    assert [(group.first_layer, group.layers) for group in layout.groups] == [
-        (0, 2),
-        (2, 1),
-        (3, 1),
-    ]
+    assert [group.layers for group in layout.groups] == [(0, 1, 3), (2,)]
     assert layout.groups[1].parts == (
         PartShape("keys", 2, 64, "float16"),
         PartShape("values", 2, 32, "float16"),
@@ -99,7 +97,7 @@ def test_neighbours_of_one_shape_are_grouped() -> None:
     ("layer", "reason"),
     [
         (None, "did not use its cache"),
-        ((1, 8, 0, mx.float32), "values of a layer are empty"),
+        ((1, 0, 0, mx.float32), "keys and values of a layer are empty"),
         ((1, 8, 8, mx.int32), "int32"),
     ],
 )

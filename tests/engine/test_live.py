@@ -121,9 +121,9 @@ def test_windows_of_a_model_are_quantized_too() -> None:
 
 def test_plain_layers_are_bounded() -> None:
     caches = choose(gemma3_config(window=16), KvConfig(max_size=64))
-    assert kinds(caches) == {"RotatingKVCache": 3, WindowKVCache.__name__: 1}
+    assert kinds(caches) == {WindowKVCache.__name__: 4}
     assert caches.notes() == [
-        "3 x RotatingKVCache: as mlx-lm has it (not rows of tokens)",
+        "3 x RotatingKVCache: full precision, the first 0 and latest rows of 16",
         "1 x KVCache: full precision, the first 4 and latest rows of 64",
     ]
 

@@ -139,8 +139,8 @@ def test_a_prefix_of_another_policy_is_no_hit(model: Path, store: Cachestore) ->
 @pytest.mark.parametrize(
     ("kv", "max_batch", "kind"),
     [
-        (KvConfig(max_size=64), None, "2 WindowKVCache"),
-        (KvConfig((8, 4), max_size=64), None, "2 WindowKVCache"),
+        (KvConfig(max_size=64), None, "2 x window of 64 rows"),
+        (KvConfig((8, 4), max_size=64), None, "2 x window of 64 rows"),
         (KvConfig((8, 8), quantized_start=40), 1, "2 LateKVCache"),
     ],
 )

@@ -102,7 +102,7 @@ def test_how_to_store_is_refused_where_nothing_is_stored(
     (name,) = field
     flag = "--" + name.replace("_", "-")
     assert re.match(
-        rf"{flag} .*not cached.*Arrays.*leave it out", failure(settings(model, **field))
+        rf"{flag} .*not cached.*recurrent.*leave it out", failure(settings(model, **field))
     )
 
 

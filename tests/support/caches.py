@@ -11,8 +11,10 @@ import numpy as np
 from cachestore import record
 from engine import pack
 from engine.attach import Attachment, Source
+from engine.kv.codec import CodecPlan
 from engine.kv.encoding import PartShape
 from engine.kv.history import Rows
+from engine.kv.kinds import PlainKV, RowKind
 from engine.kv.layout import CacheLayout, LayerGroup
 from engine.pack import PackedRows
 
@@ -26,12 +28,12 @@ Layer = tuple[mx.array, mx.array]
 
 def layout(*groups: tuple[int, int, int], heads: int = 2, dtype: str = "float32") -> CacheLayout:
     """Groups are (layers, key width, value width)."""
-    made: list[LayerGroup] = []
+    made: list[LayerGroup[RowKind]] = []
     first = 0
     for layers, key_width, value_width in groups:
         keys = PartShape("keys", heads, key_width, dtype)
         values = PartShape("values", heads, value_width, dtype)
-        made.append(LayerGroup("kv", first, layers, (keys, values)))
+        made.append(LayerGroup(PlainKV(keys, values), tuple(range(first, first + layers))))
         first += layers
     return CacheLayout(tuple(made))
 
@@ -41,7 +43,7 @@ def random_layers(of: CacheLayout, rows: int, seed: int = 0) -> list[Layer]:
     key = mx.random.key(seed)
     layers: list[Layer] = []
     for group in of.groups:
-        for _ in range(group.layers):
+        for _ in group.layers:
             parts = []
             for shape in group.parts:
                 key, used = mx.random.split(key)
@@ -62,6 +64,12 @@ def held(layers: Sequence[Layer]) -> list[Rows]:
     return [((keys,), (values,)) for keys, values in layers]
 
 
+def packed(codec: CodecPlan, layers: Sequence[Layer], first_token: int = 0) -> PackedRows:
+    """All their rows, which are those from `first_token` on."""
+    rows = layers[0][0].shape[2]
+    return pack.pack(codec, held(layers), range(first_token, first_token + rows))
+
+
 def path_of(first_token: int, rows: int) -> bytes:
     """What a record of these rows says of them."""
     return record.paths(NAMESPACE, TOKENS, [range(first_token, first_token + rows)])[0]
@@ -80,16 +88,16 @@ class Stored:
         return Source(self.view, first_row, rows, path)
 
 
-def store(packed: PackedRows, cuts: Sequence[int], helper: Executor) -> list[Stored]:
+def store(of: PackedRows, cuts: Sequence[int], helper: Executor) -> list[Stored]:
     """Writes records that end at each of `cuts`, which are positions in the sequence."""
     stored = []
-    first = packed.first_token
+    first = of.first_token
     for cut in cuts:
         rows = cut - first
-        size = packed.codec.record_overhead_bytes + rows * packed.codec.row_bytes
+        size = of.codec.record_overhead_bytes + rows * of.codec.row_bytes
         extent = memoryview(bytearray(size + 256))
         path = path_of(first, rows)
-        used = helper.submit(pack.write, [packed], first, rows, path, extent).result()
+        used = helper.submit(pack.write, [of], first, rows, path, extent).result()
         assert used <= size
         stored.append(Stored(extent[:used], first, rows))
         first = cut

@@ -14,6 +14,7 @@ from engine.batch import BatchMode, BatchShape
 from engine.config import PrefillStep
 from engine.core import Core
 from engine.kv.history import Rows
+from engine.kv.layout import CacheLayout, probe
 from engine.kv.live import LiveCaches
 from engine.prefix import Found, Prefix
 from engine.request import Delta, Done, Event, Failed, Request, Sampling
@@ -99,6 +100,7 @@ ENCODED_TOKENS_MIN = 74
 class FakePrefix:
     """What Core calls is recorded; its answers are given by the test."""
 
+    layout: CacheLayout
     writes: bool = True
     lookups: list[int] = field(default_factory=list)
     copies: list[tuple[int, Any, bool]] = field(default_factory=list)
@@ -125,12 +127,12 @@ class FakePrefix:
     def is_settled(self, path_tokens: int) -> bool:
         return path_tokens >= ENCODED_TOKENS_MIN
 
-    def pack(self, path_tokens: int, rows: Sequence[Rows], first: int) -> Any:
+    def pack(self, path_tokens: int, rows: Sequence[Rows], span: range) -> Any:
         self.packs += 1
         if self.packs - 1 in self.fails:
             raise RuntimeError("cannot be encoded")
         encoded = path_tokens >= ENCODED_TOKENS_MIN
-        return [PackedPiece(encoded, first, np.array(rows[0][0][0][0]))]
+        return [PackedPiece(encoded, span.start, np.array(rows[0][0][0][0]))]
 
     def write(
         self, tokens: tuple[int, ...], packed: list[Any], found: Found | None, report: int | None
@@ -151,7 +153,7 @@ class Driven:
     def __init__(self, model: Any, rows_max: int = 4, mode: BatchMode = BatchMode.BATCHED) -> None:
         self.model = model
         self.clock = Clock()
-        self.prefix = FakePrefix()
+        self.prefix = FakePrefix(probe(LiveCaches(model)))
         self.events: dict[int, list[Event]] = {}
         self.made: list[Found] = []
         self.lease_ids = itertools.count(1)

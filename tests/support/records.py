@@ -8,7 +8,7 @@ SCHEMA = record.Schema(
     "none",
     tuple(
         record.PartSpec(
-            "kv", name, 0, 2, {"name": "none"}, (record.ArraySpec("rows", "float32", 1, 8),)
+            "kv", name, (0, 1), {"name": "none"}, (record.ArraySpec("rows", "float32", 1, 8),)
         )
         for name in ("keys", "values")
     ),

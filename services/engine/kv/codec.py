@@ -2,18 +2,21 @@
 
 A codec (`q8`, `turbo3`) is a wish; what it comes to depends on the widths of each group of layers.
 `CodecPlan` is the outcome for one model: one encoding for each part, and the schema that every
-record made with it has. Encodings work row by row, so that what a row becomes never depends on its
-neighbours, and a span can begin anywhere. `CodecPolicy` says which rows are encoded at all.
+record of rows made with it has. Encodings work row by row, so that what a row becomes never depends
+on its neighbours, and a span can begin anywhere. `CodecPolicy` says which rows are encoded at all,
+and what a checkpoint looks like: windows are encoded as rows are, recurrent state never is.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 from cachestore import record
+from cachestore.record import ranges
 from engine import config
 from engine.kv.encoding import Affine, Encoding, Lossless, PartShape
-from engine.kv.layout import CacheLayout, LayerGroup
+from engine.kv.kinds import StateKind
+from engine.kv.layout import CacheLayout, RowGroup, StateGroup
 from engine.kv.rotation import SEED, Rotation
 from engine.kv.turboquant import TURBO_BITS, TurboQuant
 
@@ -76,18 +79,31 @@ CODECS: Final[Mapping[str, Mapping[str, Wish]]] = {
 class PlannedPart:
     """The encoding chosen for one part of one group of layers."""
 
-    group: LayerGroup
+    group: RowGroup | StateGroup
     shape: PartShape
     encoding: Encoding
+
+    def spec(self, rows: int = 1) -> record.PartSpec:
+        """As a record has it, with so many rows as one."""
+        arrays = self.encoding.arrays(self.shape)
+        return record.PartSpec(
+            self.group.kind.name,
+            self.shape.name,
+            self.group.layers,
+            self.encoding.header,
+            tuple(replace(array, width=array.width * rows) for array in arrays),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class CodecPlan:
-    """A codec applied to a layout. `schema.parts` and `parts` are in the same order."""
+    """A codec applied to a layout: `parts` are of its rows, in the order of `schema.parts`, and
+    `states` of its checkpoints."""
 
     name: str
     layout: CacheLayout
     parts: tuple[PlannedPart, ...]
+    states: tuple[PlannedPart, ...]
     schema: record.Schema
 
     @property
@@ -106,7 +122,7 @@ class CodecPlan:
         return [
             f"{_named(part)} are stored lossless: "
             f"{wanted[part.shape.name].misfit(part.shape.width)}"
-            for part in self.parts
+            for part in (*self.parts, *self.states)
             if part.shape.name in wanted and isinstance(part.encoding, Lossless)
         ]
 
@@ -122,28 +138,39 @@ def plan_codec(
     if name not in CODECS:
         raise CodecError(f"{FLAG} {name}: no such codec; use one of {', '.join(CODECS)}")
     wanted = CODECS[name]
-    parts = tuple(
+    planned = [
         PlannedPart(group, shape, _choose(wanted.get(shape.name), shape))
-        for group in layout.groups
+        for group in layout.all
         for shape in group.parts
-    )
-    if explicit and wanted and all(isinstance(part.encoding, Lossless) for part in parts):
-        widths = sorted({part.shape.width for part in parts})
-        raise CodecError(f"{FLAG} {name}: fits no layer of widths {widths}; use {FLAG} none")
+    ]
+    if explicit and wanted and all(isinstance(part.encoding, Lossless) for part in planned):
+        widths = sorted({part.shape.width for part in planned if part.shape.name in wanted})
+        found = f"fits no layer of widths {widths}" if widths else "all layers are recurrent"
+        raise CodecError(f"{FLAG} {name}: {found}; use {FLAG} none")
     if rotate:
-        parts = _rotated(name, parts)
-    specs = (
-        record.PartSpec(
-            part.group.kind,
-            part.shape.name,
-            part.group.first_layer,
-            part.group.layers,
-            part.encoding.header,
-            part.encoding.arrays(part.shape),
-        )
-        for part in parts
-    )
-    return CodecPlan(name, layout, parts, record.Schema(name, tuple(specs)))
+        planned = _rotated(name, planned)
+    parts = tuple(part for part in planned if part.group in layout.groups)
+    states = tuple(part for part in planned if part.group in layout.states)
+    schema = record.Schema(name, tuple(part.spec() for part in parts))
+    return CodecPlan(name, layout, parts, states, schema)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRun:
+    """Rows of a part in one encoding: all of them, or those before or behind a cut."""
+
+    part: PlannedPart
+    rows: range
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPlan:
+    """What a checkpoint at one position holds. `schema.parts` and `runs` are in the same order;
+    the rows of a run are stored as one."""
+
+    position: int
+    runs: tuple[CheckpointRun, ...]
+    schema: record.Schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +213,20 @@ class CodecPolicy:
         runs = ((self.lossless, range(rows.start, cut)), (self.codec, range(cut, rows.stop)))
         return [(codec, part) for codec, part in runs if part]
 
+    def checkpoint(self, position: int) -> CheckpointPlan:
+        """Encoded as rows of a path that ends there are: it follows from the position alone."""
+        settled = self.is_settled(position)
+        chosen = self.codec if settled else self.lossless
+        runs: list[CheckpointRun] = []
+        for kept, encoded in zip(self.lossless.states, chosen.states, strict=True):
+            kind = cast(StateKind, encoded.group.kind)
+            rows = range(kind.rows_at(position))
+            cut = kind.first_rows(position, self.keep_first) if settled else 0
+            pieces = (CheckpointRun(kept, rows[:cut]), CheckpointRun(encoded, rows[cut:]))
+            runs += [piece for piece in pieces if piece.rows]
+        parts = tuple(run.part.spec(len(run.rows)) for run in runs)
+        return CheckpointPlan(position, tuple(runs), record.Schema(chosen.name, parts))
+
     def plan_of(self, schema: record.Schema) -> CodecPlan:
         """The plan that made a record. RecordError when none of this engine's did."""
         for plan in (self.codec, self.lossless):
@@ -199,7 +240,9 @@ class CodecPolicy:
         threshold = self.min_quantize_tokens if self.codec != self.lossless else 0
         return {
             "codec": self.codec.name,
-            "encodings": [dict(part.encoding.header) for part in self.codec.parts],
+            "encodings": [
+                dict(part.encoding.header) for part in (*self.codec.parts, *self.codec.states)
+            ],
             "min_quantize_tokens": threshold,
             "keep_first": self.keep_first,
         }
@@ -210,7 +253,7 @@ def _choose(wanted: Wish | None, shape: PartShape) -> Encoding:
     return (wanted.fit(shape) if wanted else None) or shape.live
 
 
-def _rotated(name: str, parts: tuple[PlannedPart, ...]) -> tuple[PlannedPart, ...]:
+def _rotated(name: str, parts: list[PlannedPart]) -> list[PlannedPart]:
     """The parts, those that are affine behind a rotation."""
     rotated = []
     for part in parts:
@@ -225,16 +268,14 @@ def _rotated(name: str, parts: tuple[PlannedPart, ...]) -> tuple[PlannedPart, ..
                 rotated.append(replace(part, encoding=encoding))
             case _:
                 rotated.append(part)
-    if tuple(rotated) == parts:
+    if rotated == parts:
         raise CodecError(
             f"{ROTATE_FLAG}: {FLAG} {name} leaves nothing to rotate; leave it out, or use "
             f"{FLAG} q8, q4 or k8v4"
         )
-    return tuple(rotated)
+    return rotated
 
 
 def _named(part: PlannedPart) -> str:
     """As in "keys of layers 0 to 29"."""
-    group = part.group
-    first, last = group.first_layer, group.first_layer + group.layers - 1
-    return f"{part.shape.name} of layers {first if first == last else f'{first} to {last}'}"
+    return f"{part.shape.name} of layers {ranges(part.group.layers)}"

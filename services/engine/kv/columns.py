@@ -77,6 +77,11 @@ class Columns:
         return [array[: self.sequences] for array in self._arrays]
 
     @property
+    def buffers(self) -> list[mx.array]:
+        """With spare sequences; the object itself, whose items may be replaced by their like."""
+        return self._arrays
+
+    @property
     def capacity(self) -> int:
         """Columns."""
         return self._arrays[0].shape[2] if self._arrays else 0

@@ -20,14 +20,13 @@ from engine.kv.columns import Columns, positions
 from engine.kv.encoding import Affine, Encoding, Lossless
 from engine.kv.rotation import Rotation
 
-# Keys and values of a layer: each as the arrays of its encoding.
-Rows = tuple[tuple[mx.array, ...], tuple[mx.array, ...]]
+# Parts of a layer, keys and values for most: each as the arrays of its encoding.
+Rows = tuple[tuple[mx.array, ...], ...]
 
 
 def sliced(rows: Rows, cut: slice) -> Rows:
     """Some of them, lazy."""
-    keys, values = rows
-    return tuple(a[:, :, cut] for a in keys), tuple(a[:, :, cut] for a in values)
+    return tuple(tuple(array[:, :, cut] for array in part) for part in rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,33 @@ class History(_BaseCache):
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Any, Any]:
+        """What attention took at the last update: some layers read what another one holds."""
         return handed(self.precision, self._columns.arrays, self.size())
+
+    # Some models reach for the buffers of the rows, to let lazy work depend on them or to clear
+    # what they do not need (deepseek_v32, minimax_m3_vl).
+
+    @property
+    def keys(self) -> mx.array:
+        """With all capacity. AttributeError when rows are quantized, or there are none yet."""
+        return self._buffers()[0]
+
+    @keys.setter
+    def keys(self, value: mx.array) -> None:
+        self._buffers()[0] = value
+
+    @property
+    def values(self) -> mx.array:
+        return self._buffers()[1]
+
+    @values.setter
+    def values(self, value: mx.array) -> None:
+        self._buffers()[1] = value
+
+    def _buffers(self) -> list[mx.array]:
+        if self.precision != FULL or self.empty():
+            raise AttributeError("there are no keys and values in full precision")
+        return self._columns.buffers
 
     def rows(self, index: int, first: int, end: int) -> Rows:
         """Rows [first, end) of one sequence as they are held, (1, heads, end - first, ...).

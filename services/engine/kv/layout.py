@@ -1,52 +1,109 @@
-"""What the layers of a loaded model keep for each token, learnt from one small forward pass."""
+"""What the layers of a loaded model keep, learnt from one small forward pass."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Generic, TypeVar
 
 import mlx.core as mx
+from mlx_lm.models.cache import CacheList
 
 from engine.kv.encoding import PartShape
-from engine.kv.kinds import KINDS, NotCacheable
+from engine.kv.kinds import (
+    ROW_KINDS,
+    STATE_KINDS,
+    Kind,
+    NotCacheable,
+    RowKind,
+    StateKind,
+    leaves,
+    members,
+)
 from engine.kv.live import LiveCaches
+
+# As many as the convolutions of recurrent layers look back, and more.
+_PROBE_TOKENS: Final = 16
+
+K_co = TypeVar("K_co", bound=Kind, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class LayerGroup:
-    """Consecutive layers of one kind and one geometry, stored together."""
+class LayerGroup(Generic[K_co]):
+    """Layers of one kind and one geometry, stored together. `layers` are numbers of leaves: layer
+    caches, those in a CacheList counted one by one."""
 
-    kind: str
-    first_layer: int
-    layers: int
-    parts: tuple[PartShape, ...]
+    kind: K_co
+    layers: tuple[int, ...]
+
+    @property
+    def parts(self) -> tuple[PartShape, ...]:
+        return self.kind.parts
+
+
+RowGroup = LayerGroup[RowKind]
+StateGroup = LayerGroup[StateKind]
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """The groups that together make up all layers of a model, in order."""
+    """The groups that together make up all leaves of a model.
 
-    groups: tuple[LayerGroup, ...]
+    `lists` has for each of the model's caches how many leaves it is a CacheList of, None for one
+    that is a leaf itself.
+    """
+
+    groups: tuple[RowGroup, ...]
+    states: tuple[StateGroup, ...] = ()
+    lists: tuple[int | None, ...] = ()
 
     @property
     def layers(self) -> int:
-        return sum(group.layers for group in self.groups)
+        """Leaves."""
+        return sum(len(group.layers) for group in self.all)
+
+    @property
+    def all(self) -> tuple[RowGroup | StateGroup, ...]:
+        return (*self.groups, *self.states)
+
+    @property
+    def checkpointed(self) -> bool:
+        """Whether a match is of use only where the state of its layers is held."""
+        return bool(self.states)
+
+    def nest(self, caches: Sequence[Any]) -> list[Any]:
+        """The model's caches, of its leaves' caches."""
+        if not self.lists:
+            return list(caches)
+        left: Iterator[Any] = iter(caches)
+        return [
+            next(left) if count is None else CacheList(*(next(left) for _ in range(count)))  # type: ignore[no-untyped-call]
+            for count in self.lists
+        ]
 
     def describe(self) -> dict[str, Any]:
         """Everything that identity has to cover, as plain values in a fixed order."""
         return {
             "groups": [
                 {
-                    "kind": group.kind,
-                    "first_layer": group.first_layer,
-                    "layers": group.layers,
+                    "kind": group.kind.name,
+                    "layers": [*group.layers],
                     "parts": [
                         [p.name, p.heads, p.width, p.dtype, p.live.header] for p in group.parts
                     ],
+                    **group.kind.describe(),
                 }
-                for group in self.groups
-            ]
+                for group in self.all
+            ],
+            "lists": [*self.lists],
         }
+
+    def notes(self) -> list[str]:
+        """For each kind of layer a line that says how it is cached."""
+        lines: Counter[str] = Counter()
+        for groups, how in ((self.groups, "rows"), (self.states, "checkpoints")):
+            for group in groups:
+                lines[f"{group.kind}: {how}"] += len(group.layers)
+        return [f"{count} x {line}" for line, count in lines.items()]
 
 
 def probe(live: LiveCaches) -> CacheLayout:
@@ -56,33 +113,34 @@ def probe(live: LiveCaches) -> CacheLayout:
     """
     model, caches = live.model, live.fresh()
     refuse_unknown_kinds(caches)
-    rows = 2
-    mx.eval(model(mx.array([[0] * rows]), cache=caches), [cache.state for cache in caches])
-    layout = CacheLayout(tuple(_group(caches)))
-    if any(cache.offset != rows for cache in caches):
+    held = leaves(caches)
+    mx.eval(model(mx.array([[0] * _PROBE_TOKENS]), cache=caches), [leaf.state for leaf in held])
+    lists = [len(members(c)) if isinstance(c, CacheList) else None for c in caches]
+    layout = CacheLayout(_groups(held, ROW_KINDS), _groups(held, STATE_KINDS), tuple(lists))
+    if any(getattr(leaf, "offset", _PROBE_TOKENS) != _PROBE_TOKENS for leaf in held):
         raise NotCacheable("a layer keeps another number of rows than tokens were fed")
     return layout
 
 
+def _groups(
+    held: Sequence[Any], kinds: Mapping[type, Callable[[Any], K_co]]
+) -> tuple[LayerGroup[K_co], ...]:
+    """Leaves of these kinds that are alike."""
+    groups: dict[K_co, list[int]] = {}
+    for number, leaf in enumerate(held):
+        if type(leaf) in kinds:
+            groups.setdefault(kinds[type(leaf)](leaf), []).append(number)
+    return tuple(LayerGroup(kind, tuple(layers)) for kind, layers in groups.items())
+
+
 def refuse_unknown_kinds(caches: Sequence[Any]) -> None:
-    """Raises NotCacheable that names the kinds of layers that have no entry in KINDS."""
-    if not caches:
+    """Raises NotCacheable that names the kinds of layers that have no entry in kinds.py."""
+    held = leaves(caches)
+    if not held:
         raise NotCacheable("the model keeps no cache")
-    unknown = Counter(type(cache).__name__ for cache in caches if type(cache) not in KINDS)
+    unknown = Counter(
+        type(leaf).__name__ for leaf in held if type(leaf) not in {**ROW_KINDS, **STATE_KINDS}
+    )
     if unknown:
         kinds = ", ".join(f"{count} {name}" for name, count in sorted(unknown.items()))
-        of = f"of {len(caches)} layer caches"
-        raise NotCacheable(f"kinds of layers that are not cached yet: {kinds} ({of})")
-
-
-def _group(caches: Sequence[Any]) -> list[LayerGroup]:
-    groups: list[LayerGroup] = []
-    for index, cache in enumerate(caches):
-        kind = KINDS[type(cache)]
-        shapes = kind.shapes(cache)
-        last = groups[-1] if groups else None
-        if last and (last.kind, last.parts) == (kind.name, shapes):
-            groups[-1] = LayerGroup(kind.name, last.first_layer, last.layers + 1, shapes)
-        else:
-            groups.append(LayerGroup(kind.name, index, 1, shapes))
-    return groups
+        raise NotCacheable(f"kinds of layers that are not cached: {kinds} (of {len(held)})")

@@ -1,24 +1,39 @@
 """Which caches the layers of a model have while a request runs.
 
 Plain layers have our caches, in full precision, quantized (`--kv-bits`) or bounded
-(`--max-kv-size`); a model's own windows have ours when they are to be quantized. A layer whose
-attention does not go through mlx-lm's cannot read packed rows; which ones those are is tried out
-with a small forward pass, not looked up by name. Recurrent state stays as mlx-lm has it.
+(`--max-kv-size`); so have windows of the model's own and recurrent layers. A layer whose attention
+does not go through mlx-lm's cannot read packed rows; which ones those are is tried out with a
+small forward pass, not looked up by name. Caches in a CacheList count as layers of their own.
 """
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
 from engine.flags import ConfigError
 from engine.kv.attention_check import Geometry
 from engine.kv.encoding import Affine
-from engine.kv.history import FULL, JoiningKVCache, LateKVCache, Precision, QuantizedKVCache
+from engine.kv.history import (
+    FULL,
+    History,
+    JoiningKVCache,
+    LateKVCache,
+    Precision,
+    QuantizedKVCache,
+)
+from engine.kv.kinds import leaves
+from engine.kv.recurrent import RecurrentCache
 from engine.kv.rotating import WindowKVCache
 from engine.kv.rotation import SEED, Rotation
 from engine.kv.routing import counted
@@ -31,8 +46,8 @@ log = logging.getLogger(__name__)
 class LiveCaches:
     """Makes the empty caches of one request.
 
-    `precisions` are of those layers whose cache is ours; `reasons` of those that could not be
-    quantized, though that was asked for.
+    `precisions` are of those layers that are quantized; `reasons` of those that could not be,
+    though that was asked for. Both by the numbers of leaves.
     """
 
     model: Any
@@ -46,32 +61,39 @@ class LiveCaches:
 
     def fresh(self) -> list[Any]:
         caches = make_prompt_cache(self.model)
-        return [self._cache(cache, self.precisions.get(n, FULL)) for n, cache in enumerate(caches)]
+        made = (
+            self._cache(leaf, self.precisions.get(n, FULL)) for n, leaf in enumerate(leaves(caches))
+        )
+        return [_replaced(cache, made) for cache in caches]
 
     def _cache(self, cache: Any, precision: Precision) -> Any:
         if type(cache) is KVCache:
-            if self.config.max_size is not None:
-                return WindowKVCache(precision, self.config.max_size, WINDOW_KEEP)
-            if precision == FULL:
-                return JoiningKVCache.of(FULL)
-            if self.config.quantized_start:
-                return LateKVCache(precision, self.config.quantized_start)
-            return QuantizedKVCache.of(precision)
-        # A window of the model's own: mlx-lm's, unless some of them are to be quantized.
-        if type(cache) is RotatingKVCache and self.config.bits is not None:
+            return self._plain(precision)
+        if type(cache) is RotatingKVCache:
             return WindowKVCache(precision, cache.max_size, cache.keep)
+        if type(cache) is ArraysCache:
+            return RecurrentCache.of(cache)
         return cache
+
+    def _plain(self, precision: Precision) -> Any:
+        if self.config.max_size is not None:
+            return WindowKVCache(precision, self.config.max_size, WINDOW_KEEP)
+        if precision == FULL:
+            return JoiningKVCache.of(FULL)
+        if self.config.quantized_start:
+            return LateKVCache(precision, self.config.quantized_start)
+        return QuantizedKVCache.of(precision)
 
     def notes(self) -> list[str]:
         """For each kind of layer a line that says what was chosen, and why."""
         kinds: Counter[str] = Counter()
-        for n, cache in enumerate(make_prompt_cache(self.model)):
-            kinds[f"{type(cache).__name__}: {self._note(n, cache)}"] += 1
+        theirs, ours = leaves(make_prompt_cache(self.model)), leaves(self.fresh())
+        for n, (cache, made) in enumerate(zip(theirs, ours, strict=True)):
+            kinds[f"{type(cache).__name__}: {self._note(n, made)}"] += 1
         return [f"{count} x {kind}" for kind, count in kinds.items()]
 
-    def _note(self, layer: int, cache: Any) -> str:
-        made = self._cache(cache, self.precisions.get(layer, FULL))
-        if type(made) is type(cache):
+    def _note(self, layer: int, made: Any) -> str:
+        if not isinstance(made, JoiningKVCache | History):
             return f"as mlx-lm has it{self._because(layer, 'not rows of tokens')}"
         bounded = ""
         if isinstance(made, WindowKVCache):
@@ -86,6 +108,13 @@ class LiveCaches:
     def _because(self, layer: int, otherwise: str = "") -> str:
         reason = self.reasons.get(layer, otherwise)
         return f" ({reason})" if reason else ""
+
+
+def _replaced(cache: Any, made: Iterator[Any]) -> Any:
+    """One of a model's caches, its leaves replaced by the next of those that were made."""
+    if isinstance(cache, CacheList):
+        return CacheList(*(next(made) for _ in cache.caches))  # type: ignore[no-untyped-call]
+    return next(made)
 
 
 def describe(precision: Precision) -> str:
@@ -104,7 +133,7 @@ def choose(model: Any, config: KvConfig, rotate: bool) -> LiveCaches:
     """
     if not config.changes:
         return LiveCaches(model)
-    caches = make_prompt_cache(model)
+    caches = leaves(make_prompt_cache(model))
     kinds = Counter(type(cache).__name__ for cache in caches)
     found = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "no caches"
     if config.max_size is not None and KVCache not in map(type, caches):
@@ -137,7 +166,8 @@ def geometries(live: LiveCaches) -> set[Geometry]:
     """What the quantized layers are made of, for the check of attention; on the MLX thread."""
     caches = _at_once(live).fresh()
     _forward(live.model, caches)
-    return {_geometry(live.precisions[n], caches[n].part()[0]) for n in live.precisions}
+    held = leaves(caches)
+    return {_geometry(live.precisions[n], held[n].part()[0]) for n in live.precisions}
 
 
 def _at_once(live: LiveCaches) -> LiveCaches:
@@ -167,7 +197,7 @@ def _widths(model: Any, config: KvConfig) -> dict[int, tuple[int, int]]:
     caches = LiveCaches(model, config=config).fresh()
     _forward(model, caches)
     widths = {}
-    for n, cache in enumerate(caches):
+    for n, cache in enumerate(leaves(caches)):
         if isinstance(cache, JoiningKVCache | LateKVCache | WindowKVCache) and not cache.empty():
             arrays, _ = cache.part()
             widths[n] = (arrays[0].shape[-1], arrays[1].shape[-1])

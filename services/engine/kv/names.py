@@ -7,6 +7,7 @@ from typing import Final
 from engine.flags import ConfigError
 from engine.kv.codec import CODECS, CodecError, CodecPlan, plan_codec
 from engine.kv.encoding import Lossless, PartShape
+from engine.kv.kinds import PlainKV
 from engine.kv.layout import CacheLayout, LayerGroup
 
 ROTATED: Final = "r"
@@ -14,7 +15,7 @@ ROTATED: Final = "r"
 _USUAL: Final = ("q4" + ROTATED,)
 # A width that every encoding takes: tells what a codec comes to where nothing is in its way.
 _ANY = CacheLayout(
-    (LayerGroup("kv", 0, 1, tuple(PartShape(n, 1, 128, "float32") for n in ("keys", "values"))),)
+    (LayerGroup(PlainKV(*(PartShape(n, 1, 128, "float32") for n in ("keys", "values"))), (0,)),)
 )
 
 
@@ -29,9 +30,10 @@ def plan_named(name: str, layout: CacheLayout, flag: str) -> CodecPlan:
     if name not in known():
         raise ConfigError(f"{flag} {name}: no such codec; use one of {', '.join(known())}")
     plan = _plan(name, layout)
-    lossless = plan is None or all(isinstance(part.encoding, Lossless) for part in plan.parts)
+    planned = () if plan is None else (*plan.parts, *plan.states)
+    lossless = all(isinstance(part.encoding, Lossless) for part in planned)
     if plan is None or (CODECS.get(name) and lossless):
-        widths = sorted({shape.width for group in layout.groups for shape in group.parts})
+        widths = sorted({shape.width for group in layout.all for shape in group.parts})
         raise ConfigError(f"{flag} {name}: fits no layer of widths {widths}; use {flag} none")
     return plan
 

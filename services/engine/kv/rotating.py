@@ -1,7 +1,8 @@
 """Bounded windows: the first `keep` rows and the latest ones, in full precision or quantized.
 
 WindowKVCache is of one request, BatchWindowKVCache of those in a batch; they replace mlx-lm's
-RotatingKVCache, which cannot be quantized, and its BatchRotatingKVCache, which loses `keep`.
+RotatingKVCache, which cannot be quantized, and its BatchRotatingKVCache, which loses `keep` and
+whose merge takes no window that holds fewer rows than it could.
 
 The place of a row follows from its position, as in mlx-lm's RotatingKVCache once it decodes:
 
