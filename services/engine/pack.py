@@ -78,6 +78,7 @@ class PackedCheckpoint:
 def pack_checkpoint(policy: CodecPolicy, snapshot: Snapshot, position: int) -> PackedCheckpoint:
     """Encodes and evaluates a snapshot that was taken at `position`, on the MLX thread; as
     `pack`."""
+    assert snapshot.position in (None, position)
     plan = policy.checkpoint(position)
     encoded = [
         _encoded(run.part, snapshot.leaves, slice(run.rows.start, run.rows.stop))

@@ -159,6 +159,20 @@ def test_rows_outside_of_a_sequence_have_no_path(rows: range) -> None:
         record.paths(bytes(32), bytes(40), [range(3), rows])
 
 
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [((0,), "0"), ((0, 1, 2, 5), "0 to 2, 5"), ((3, 7, 8), "3, 7 to 8"), ((), "")],
+)
+def test_layers_are_said_in_runs(layers: tuple[int, ...], said: str) -> None:
+    assert record.ranges(layers) == said
+
+
+@pytest.mark.parametrize("layers", [(), (1, 1), (2, 1), (-1, 0)])
+def test_layers_ascend(layers: tuple[int, ...]) -> None:
+    with pytest.raises(RecordError, match="layers"):
+        PartSpec("kv", "keys", layers, {}, (ArraySpec("rows", "uint8", 1, 1),))
+
+
 @given(st.integers(1, 20), st.data())
 def test_a_record_belongs_to_its_own_path_only(rows: int, data: st.DataObject) -> None:
     buffer = written(example_schema(), rows)

@@ -123,6 +123,10 @@ class History(_BaseCache):
         sliced = [a[index : index + 1, :, first:end] for a in self._columns.arrays]
         return self.precision.split(sliced)
 
+    def end(self, index: int) -> int:
+        """How many rows one sequence has had; negative where padding is still to come."""
+        return self._ends[index]
+
     def part(self, index: int = 0) -> tuple[list[mx.array], int]:
         """One sequence's rows without a copy: its arrays, none while it is empty, and how many
         rows of them it has."""

@@ -8,21 +8,19 @@ snapshot, and comes back at that position only.
 A kind knows its geometry, which is part of a model's identity; how to take what is stored out of
 a live cache, of one request or of a batch; and how to make a cache of it. Everything between
 (grouping, encoding, records, copies) deals in named parts of shape (1, heads, rows, width) and
-works for any kind. A class that has no entry here is never cached.
+works for any kind. Kinds of state are in states.py; layout.py knows which class is of which kind,
+and a class that is of none is never cached.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList, ChunkedKVCache, ConcatenateKVCache
+from mlx_lm.models.cache import CacheList, ConcatenateKVCache
 
 from engine.kv.encoding import Affine, Encoding, Lossless, PartShape
 from engine.kv.history import FULL, History, JoiningKVCache, Precision, QuantizedKVCache, Rows
-from engine.kv.recurrent import RecurrentCache
-from engine.kv.rotating import WindowKVCache
 
 if TYPE_CHECKING:
     from engine.kv.layout import CacheLayout
@@ -80,7 +78,7 @@ class StateKind(Kind, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _KeysAndValues:
+class KeysAndValues:
     keys: PartShape
     values: PartShape
 
@@ -98,11 +96,11 @@ class _KeysAndValues:
     def describe(self) -> Mapping[str, Any]:
         return {}
 
-    def _filled(self, pair: Rows) -> Rows:
+    def filled(self, pair: Rows) -> Rows:
         """Without what has no width."""
         return tuple(part for part in pair if part[0].shape[-1])
 
-    def _pair(self, parts: Named) -> list[mx.array]:
+    def pair(self, parts: Named) -> list[mx.array]:
         """The arrays of keys and then those of values, those without width made anew."""
         rows = next(iter(parts.values()))[0].shape[2]
         arrays: list[mx.array] = []
@@ -113,7 +111,7 @@ class _KeysAndValues:
 
 
 @dataclass(frozen=True, slots=True)
-class PlainKV(_KeysAndValues):
+class PlainKV(KeysAndValues):
     """Keys and values, appended to: mlx-lm's KVCache, in a batch ours."""
 
     name: ClassVar[str] = "kv"
@@ -121,189 +119,36 @@ class PlainKV(_KeysAndValues):
     @classmethod
     def of(cls, cache: Any) -> "PlainKV":
         arrays, _ = cache.part()
-        return cls(*_shapes(arrays, cache.precision))
+        return cls(*shapes(arrays, cache.precision))
 
     def rows(self, cache: Any, index: int, first: int, end: int) -> Rows:
         if isinstance(cache, History):
-            return self._filled(cache.rows(index, first, end))
-        return self._filled(((cache.keys[:, :, first:end],), (cache.values[:, :, first:end],)))
+            return self.filled(cache.rows(index, first, end))
+        return self.filled(((cache.keys[:, :, first:end],), (cache.values[:, :, first:end],)))
 
     def restore(self, parts: Named, position: int) -> Any:
         one = JoiningKVCache if self.precision == FULL else QuantizedKVCache
-        return one.of(self.precision, self._pair(parts), position)
+        return one.of(self.precision, self.pair(parts), position)
 
 
 @dataclass(frozen=True, slots=True)
-class ConcatenatedKV(_KeysAndValues):
+class ConcatenatedKV(KeysAndValues):
     """mlx-lm's ConcatenateKVCache, which has no capacity to spare and runs in no batch."""
 
     name: ClassVar[str] = "concatenated"
 
     @classmethod
     def of(cls, cache: Any) -> "ConcatenatedKV":
-        return cls(*_shapes(_held(cache), FULL))
+        return cls(*shapes(buffers(cache), FULL))
 
     def rows(self, cache: Any, index: int, first: int, end: int) -> Rows:
         assert index == 0
-        return self._filled(((cache.keys[:, :, first:end],), (cache.values[:, :, first:end],)))
+        return self.filled(((cache.keys[:, :, first:end],), (cache.values[:, :, first:end],)))
 
     def restore(self, parts: Named, position: int) -> Any:
-        cache: Any = ConcatenateKVCache.from_state(self._pair(parts))  # type: ignore[no-untyped-call]
+        cache: Any = ConcatenateKVCache.from_state(self.pair(parts))  # type: ignore[no-untyped-call]
         assert cache.offset == position
         return cache
-
-
-@dataclass(frozen=True, slots=True)
-class Window(_KeysAndValues):
-    """The first `keep` rows and the latest ones, `size` in all (kv/rotating.py). The order of its
-    rows follows from the position, so they are stored in the order of their places."""
-
-    size: int
-    keep: int
-    name: ClassVar[str] = "window"
-
-    @classmethod
-    def of(cls, cache: Any) -> "Window":
-        arrays, _ = cache.part()
-        return cls(*_shapes(arrays, cache.precision), cache.max_size, cache.keep)
-
-    def __str__(self) -> str:
-        first = f" with the first {self.keep}" if self.keep else ""
-        return f"window of {self.size} rows{first}"
-
-    def describe(self) -> Mapping[str, Any]:
-        return {"size": self.size, "keep": self.keep}
-
-    def rows_at(self, position: int) -> int:
-        return min(position, self.size)
-
-    def first_rows(self, position: int, tokens: int) -> int:
-        latest = position - (self.size - self.keep)
-        return min(tokens, position) if latest < tokens else min(tokens, self.keep)
-
-    def snapshot(self, cache: Any, index: int) -> Rows:
-        arrays, rows = cache.part(index)
-        return self._filled(self.precision.split([array[:, :, :rows] for array in arrays]))
-
-    def restore(self, parts: Named, position: int) -> Any:
-        made = WindowKVCache(self.precision, self.size, self.keep)
-        made.state = self._pair(parts), [position], self.precision, self.size, self.keep
-        return made
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk(_KeysAndValues):
-    """mlx-lm's ChunkedKVCache: the latest `size` rows, and those of one step beside them, which
-    it drops before the next."""
-
-    size: int
-    name: ClassVar[str] = "chunk"
-
-    @classmethod
-    def of(cls, cache: Any) -> "Chunk":
-        return cls(*_shapes(_held(cache), FULL), cache.chunk_size)
-
-    def __str__(self) -> str:
-        return f"chunks of {self.size} rows"
-
-    def describe(self) -> Mapping[str, Any]:
-        return {"size": self.size}
-
-    def rows_at(self, position: int) -> int:
-        return min(position, self.size)
-
-    def first_rows(self, position: int, tokens: int) -> int:
-        return max(0, min(tokens, position) - max(0, position - self.size))
-
-    def snapshot(self, cache: Any, index: int) -> Rows:
-        assert index == 0  # it runs in no batch
-        end = cache.offset - cache.start_position
-        rows = slice(end - self.rows_at(cache.offset), end)
-        return self._filled(((cache.keys[:, :, rows],), (cache.values[:, :, rows],)))
-
-    def restore(self, parts: Named, position: int) -> Any:
-        keys, values = self._pair(parts)
-        first = position - self.rows_at(position)
-        state = keys, values, position, self.size, first
-        return ChunkedKVCache.from_state(state)  # type: ignore[no-untyped-call]
-
-
-@dataclass(frozen=True, slots=True)
-class Recurrent:
-    """mlx-lm's ArraysCache: some arrays (batch, ...), whatever they mean; None for an empty slot.
-    Each is one row of one head here."""
-
-    slots: tuple["ArrayShape | None", ...]
-    name: ClassVar[str] = "recurrent"
-
-    @classmethod
-    def of(cls, cache: Any) -> "Recurrent":
-        return cls(tuple(None if a is None else ArrayShape.of(a) for a in cache.cache))
-
-    def __str__(self) -> str:
-        return "recurrent state"
-
-    @property
-    def parts(self) -> tuple[PartShape, ...]:
-        return tuple(
-            PartShape(f"state {slot}", 1, math.prod(array.shape), array.dtype)
-            for slot, array in enumerate(self.slots)
-            if array is not None
-        )
-
-    def describe(self) -> Mapping[str, Any]:
-        return {"slots": [array and [*array.shape] for array in self.slots]}
-
-    def rows_at(self, position: int) -> int:
-        return 1
-
-    def first_rows(self, position: int, tokens: int) -> int:
-        return 0
-
-    def snapshot(self, cache: Any, index: int) -> Rows:
-        held = [None if a is None else a[index : index + 1] for a in cache.cache]
-        found = tuple(None if a is None else ArrayShape.of(a) for a in held)
-        if found != self.slots:
-            raise NotCacheable(f"a recurrent layer holds {found}, and not {self.slots} as at load")
-        return tuple((a.reshape(1, 1, 1, -1),) for a in held if a is not None)
-
-    def restore(self, parts: Named, position: int) -> Any:
-        made = RecurrentCache(len(self.slots))
-        for slot, array in enumerate(self.slots):
-            if array is not None:
-                (rows,) = parts[f"state {slot}"]
-                made[slot] = rows.reshape(1, *array.shape)
-        return made
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayShape:
-    """Of one request's array in a recurrent layer: `shape` without the batch; dtype as records
-    spell it."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    @classmethod
-    def of(cls, array: mx.array) -> "ArrayShape":
-        """NotCacheable for what a record cannot hold."""
-        if array.size == 0:
-            raise NotCacheable(f"a state of a layer is empty ({array.shape})")
-        return cls(tuple(array.shape[1:]), _dtype("a state", array, _STATE_DTYPES))
-
-
-# By exact class: a subclass may rotate or share its rows. What learns a kind from a cache of one
-# request that has been fed.
-ROW_KINDS: Final[Mapping[type, Callable[[Any], RowKind]]] = {
-    JoiningKVCache: PlainKV.of,
-    QuantizedKVCache: PlainKV.of,
-    ConcatenateKVCache: ConcatenatedKV.of,
-}
-STATE_KINDS: Final[Mapping[type, Callable[[Any], StateKind]]] = {
-    WindowKVCache: Window.of,
-    ChunkedKVCache: Chunk.of,
-    RecurrentCache: Recurrent.of,
-}
 
 
 def leaves(caches: Sequence[Any]) -> list[Any]:
@@ -333,8 +178,9 @@ def rows(
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """What the state leaves of a request hold at one position: for each leaf of the model its
-    parts, of those that are rows none."""
+    parts, of those that are rows none. The position is None when no cache knows it."""
 
+    position: int | None
     leaves: tuple[Rows, ...]
 
 
@@ -350,25 +196,25 @@ def snapshot(layout: "CacheLayout", caches: Sequence[Any], index: int) -> Snapsh
     for group in layout.states:
         for leaf in group.layers:
             taken[leaf] = group.kind.snapshot(live[leaf], index)
-    return Snapshot(tuple(taken))
+    positions = {_position(leaf, index) for leaf in live} - {None}
+    assert len(positions) <= 1
+    return Snapshot(next(iter(positions), None), tuple(taken))
 
 
-_DTYPES: Final = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
-_STATE_DTYPES: Final = {
-    **_DTYPES,
-    mx.uint8: "uint8",
-    mx.uint16: "uint16",
-    mx.uint32: "uint32",
-    mx.int32: "int32",
-    mx.int64: "int64",
-}
+def _position(leaf: Any, index: int) -> int | None:
+    """How many tokens a cache has been fed of one request, if it knows."""
+    return leaf.end(index) if isinstance(leaf, History) else getattr(leaf, "offset", None)
 
 
-def _held(cache: Any) -> list[mx.array]:
+ROW_DTYPES: Final = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
+
+
+def buffers(cache: Any) -> list[mx.array]:
+    """Of one of mlx-lm's caches of one request, none while it is empty."""
     return [] if cache.empty() else [cache.keys, cache.values]
 
 
-def _shapes(arrays: Sequence[mx.array], precision: Precision) -> tuple[PartShape, PartShape]:
+def shapes(arrays: Sequence[mx.array], precision: Precision) -> tuple[PartShape, PartShape]:
     """Of keys and values. NotCacheable when they cannot be stored."""
     if not arrays:
         raise NotCacheable("a layer did not use its cache in a forward pass")
@@ -387,10 +233,10 @@ def _shape(name: str, arrays: tuple[mx.array, ...], live: Encoding) -> PartShape
     assert batch == 1
     if heads == 0:
         raise NotCacheable(f"{name} of a layer have no heads")
-    return PartShape(name, heads, width, _dtype(name, of_rows, _DTYPES), live)
+    return PartShape(name, heads, width, dtype_name(name, of_rows, ROW_DTYPES), live)
 
 
-def _dtype(name: str, array: mx.array, known: Mapping[mx.Dtype, str]) -> str:
+def dtype_name(name: str, array: mx.array, known: Mapping[mx.Dtype, str]) -> str:
     if array.dtype not in known:
         raise NotCacheable(f"{name} of a layer are {array.dtype}")
     return known[array.dtype]

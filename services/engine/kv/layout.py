@@ -6,20 +6,37 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList
+from mlx_lm.models.cache import CacheList, ChunkedKVCache, ConcatenateKVCache
 
 from engine.kv.encoding import PartShape
+from engine.kv.history import JoiningKVCache, QuantizedKVCache
 from engine.kv.kinds import (
-    ROW_KINDS,
-    STATE_KINDS,
+    ConcatenatedKV,
     Kind,
     NotCacheable,
+    PlainKV,
     RowKind,
     StateKind,
     leaves,
     members,
 )
 from engine.kv.live import LiveCaches
+from engine.kv.recurrent import RecurrentCache
+from engine.kv.rotating import WindowKVCache
+from engine.kv.states import Chunk, Recurrent, Window
+
+# By exact class: a subclass may rotate or share its rows. What learns a kind from a cache of one
+# request that has been fed.
+ROW_KINDS: Final[Mapping[type, Callable[[Any], RowKind]]] = {
+    JoiningKVCache: PlainKV.of,
+    QuantizedKVCache: PlainKV.of,
+    ConcatenateKVCache: ConcatenatedKV.of,
+}
+STATE_KINDS: Final[Mapping[type, Callable[[Any], StateKind]]] = {
+    WindowKVCache: Window.of,
+    ChunkedKVCache: Chunk.of,
+    RecurrentCache: Recurrent.of,
+}
 
 # As many as the convolutions of recurrent layers look back, and more.
 _PROBE_TOKENS: Final = 16
@@ -134,7 +151,7 @@ def _groups(
 
 
 def refuse_unknown_kinds(caches: Sequence[Any]) -> None:
-    """Raises NotCacheable that names the kinds of layers that have no entry in kinds.py."""
+    """Raises NotCacheable that names the kinds of layers that have no entry above."""
     held = leaves(caches)
     if not held:
         raise NotCacheable("the model keeps no cache")
