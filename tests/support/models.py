@@ -32,6 +32,10 @@ CHAT_TEMPLATE = (
 
 Config = dict[str, Any]
 
+# Weights whose exponential or sigmoid is how fast recurrent state decays: Mamba and gated delta
+# rules, RG-LRU, RWKV.
+SLOW_DECAY = ("A_log", "recurrent_param", "w_lora.lora.2.bias")
+
 
 def llama_config(
     heads: int = 4, kv_heads: int = 2, head_dim: int = 64, layers: int = 2, **overrides: Any
@@ -356,8 +360,7 @@ def save_tiny_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE)
 
 
 def _weight(name: str, array: mx.array, key: mx.array) -> mx.array:
-    last = name.rsplit(".", 1)[-1]
-    if last == "A_log":
+    if name.endswith(SLOW_DECAY):
         return mx.full(array.shape, -5.0)
     if last == "sinks":
         return mx.random.normal(array.shape, key=key)

@@ -1,0 +1,104 @@
+"""The zoo is what it says: every kind of cache, where anything wrong in any of them shows."""
+
+import re
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import CacheList, make_prompt_cache
+
+from engine.batch import BatchMode
+from engine.selfcheck import choose_mode
+from tests.support.models import VOCABULARY_TOKENS
+from tests.support.zoo import METAL_ONLY, ZOO, animal
+
+HISTORY_TOKENS = 40
+# Far beyond any float noise (law 1: 2e-4).
+SHOWS = 1e-2
+
+# How each has to run; those that are not named can be batched.
+MODES: dict[str, BatchMode] = {
+    # Right padding reaches their recurrent state or their convolution.
+    **dict.fromkeys(
+        (
+            *("mamba", "jamba", "nemotron_h", "rwkv7", "recurrent_gemma", "baichuan_m1"),
+            *("bailing_moe_linear", "longcat_flash_ngram", "olmo_hybrid"),
+        ),
+        BatchMode.PREFILL_ONE,
+    ),
+    # A mask or an offset of several rows is taken for that of one, or the cache has no `merge`.
+    **dict.fromkeys(
+        ("gemma2", "gpt_bigcode", "afm7", "minimax_m3_vl", "llama4", "deepseek_v41"),
+        BatchMode.ONE_ROW,
+    ),
+}
+
+
+def history(seed: int) -> list[int]:
+    return [int(t) for t in np.random.default_rng(seed).integers(0, 256, HISTORY_TOKENS)]
+
+
+def filled(model: Any, tokens: Sequence[int]) -> list[Any]:
+    """The model's caches after these tokens."""
+    caches = make_prompt_cache(model)
+    mx.eval(model(mx.array([tokens]), cache=caches))
+    return caches
+
+
+def leaves(caches: Sequence[Any]) -> list[Any]:
+    """Lists of caches flattened."""
+    return [
+        leaf
+        for cache in caches
+        for leaf in (cache.caches if isinstance(cache, CacheList) else [cache])
+    ]
+
+
+def next_logprobs(model: Any, caches: list[Any]) -> Any:
+    logits = model(mx.array([[5]]), cache=caches)[0, -1].astype(mx.float32)
+    return np.array(logits - mx.logsumexp(logits))
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_the_first_token_of_a_history_shows_at_its_end(name: str) -> None:
+    model = animal(name)
+    tokens = history(0)
+    right = next_logprobs(model, filled(model, tokens))
+    changed = next_logprobs(model, filled(model, [(tokens[0] + 1) % 256, *tokens[1:]]))
+    dropped = next_logprobs(model, filled(model, tokens[1:]))
+    assert np.isfinite(right).all()
+    assert np.abs(changed - right).max() > SHOWS
+    assert np.abs(dropped - right).max() > SHOWS
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_the_cache_of_another_history_shows_in_any_layer(name: str) -> None:
+    model = animal(name)
+    right = next_logprobs(model, filled(model, history(0)))
+    for index in range(len(leaves(make_prompt_cache(model)))):
+        caches, others = filled(model, history(0)), filled(model, history(1))
+        vars(leaves(caches)[index]).update(vars(leaves(others)[index]))
+        wrong = next_logprobs(model, caches)
+        assert np.abs(wrong - right).max() > SHOWS, f"cache {index}"
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_each_architecture_runs_in_the_batch_as_it_can(name: str) -> None:
+    assert choose_mode(animal(name), VOCABULARY_TOKENS) is MODES.get(name, BatchMode.BATCHED)
+
+
+def test_no_architecture_with_a_cache_of_its_own_is_forgotten() -> None:
+    makes = re.compile(
+        r"def make_cache(?:(?!\n    def |\n    @).)*?(?!\bKVCache\()\b[A-Z]\w*Cache(?:List)?\(",
+        re.S,
+    )
+    found = {
+        module.name.removesuffix(".py")
+        for module in files("mlx_lm.models").iterdir()
+        if module.name.endswith(".py") and makes.search(module.read_text())
+    }
+    assert found <= {*ZOO, *METAL_ONLY}, "new in this mlx-lm"
+    assert {"ministral3", "falcon_h1", "llama4"} <= found
