@@ -17,22 +17,42 @@ from engine.kv.codec import CodecPolicy
 from engine.kv.layout import probe
 from engine.kv.live import LiveCaches
 from tests.support.checkpoints import Saved, feed, lossless, path_at, save, save_checkpoint
-from tests.support.models import CONFIGS, tiny_model
+from tests.support.zoo import animal
+from tests.support.zoo.window import WINDOW
 
 SAME_CUTS, OTHER_CUTS = 1e-5, 2e-4
-# Below, at and above a window of 16, and where the rest behind it begins.
-POSITIONS = (5, 16, 17, 41)
-TOKENS = tuple(int(t) for t in np.random.default_rng(5).integers(0, 256, 64))
-MODES = {"llama4": BatchMode.ONE_ROW}
-EXPERTS = ("llama4", "qwen3_next")
+POSITIONS = (5, WINDOW, WINDOW + 9)
+TOKENS = tuple(int(t) for t in np.random.default_rng(5).integers(0, 256, 2 * WINDOW))
+# One of each kind, and how it runs in the batch.
+MODELS = {
+    "llama": BatchMode.BATCHED,
+    # Lists; values that the model clears, or that are empty.
+    "deepseek_v32": BatchMode.BATCHED,
+    "minimax_m3_vl": BatchMode.ONE_ROW,
+    "gpt_oss": BatchMode.BATCHED,
+    # Layers that read what another one's window holds.
+    "gemma3n": BatchMode.BATCHED,
+    "llama4": BatchMode.ONE_ROW,
+    "mamba2": BatchMode.BATCHED,
+    "qwen3_next": BatchMode.BATCHED,
+    # Lists of a recurrent state and a window.
+    "baichuan_m1": BatchMode.PREFILL_ONE,
+    # Its state is of integers.
+    "longcat_flash_ngram": BatchMode.PREFILL_ONE,
+}
+# Those without experts, which MLX's CPU backend has in float32 only; quick ones.
+IN_16_BITS = ("llama", "mamba2", "baichuan_m1")
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
-def model(request: pytest.FixtureRequest) -> Any:
-    made = tiny_model(CONFIGS[request.param]())
-    made.mode = MODES.get(request.param, BatchMode.BATCHED)
-    made.has_experts = request.param in EXPERTS
-    return made
+@pytest.fixture(scope="module", params=MODELS)
+def name(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(name: str) -> Any:
+    return animal(name)
 
 
 def rest(position: int) -> list[Sequence[int]]:
@@ -63,19 +83,20 @@ def test_a_restored_request_goes_on_as_if_nothing_had_been(model: Any, position:
     assert mx.abs(feed(model, caches, *rest(position)) - expected).max() <= SAME_CUTS
 
 
-def batch_of(model: Any, *lengths: int) -> tuple[Batch, list[int]]:
-    mode = model.mode
+def batch_of(model: Any, mode: BatchMode, *lengths: int) -> tuple[Batch, list[int]]:
     shape = BatchShape(mode, 1 if mode is BatchMode.ONE_ROW else 2, PrefillStep(8, 8))
     batch = Batch(LiveCaches(model), shape)
     prompts = [TOKENS[:length] for length in lengths[: shape.rows_max]]
     return batch, [batch.insert(prompt, None, 0, None) for prompt in prompts]
 
 
-@pytest.mark.parametrize("lengths", [(37, 12), (9, 30), (16, 17)])
-def test_of_a_row_in_a_batch_beside_another_one(model: Any, lengths: tuple[int, int]) -> None:
+@pytest.mark.parametrize("lengths", [(WINDOW + 9, 12), (9, WINDOW + 1)])
+def test_of_a_row_in_a_batch_beside_another_one(
+    name: str, model: Any, lengths: tuple[int, int]
+) -> None:
     """At every position that the batch stops at, while it prefills and while it decodes."""
     policy = lossless(LiveCaches(model))
-    batch, uids = batch_of(model, *lengths)
+    batch, uids = batch_of(model, MODELS[name], *lengths)
     replies: dict[int, list[int]] = {uid: [] for uid in uids}
     saved: list[tuple[int, int, Saved]] = []
     for _ in range(12):
@@ -89,7 +110,7 @@ def test_of_a_row_in_a_batch_beside_another_one(model: Any, lengths: tuple[int, 
                 rows, index = found
                 saved.append((uid, held, save(policy, rows.prompt_cache, tokens, held, index)))
     assert len({(uid, held) for uid, held, _ in saved}) > 8
-    for uid, held, one in saved[:: max(1, len(saved) // 8)]:
+    for uid, held, one in saved[:: max(1, len(saved) // 4)]:
         tokens = (*TOKENS[: lengths[uids.index(uid)]], *replies[uid])[:held]
         expected = feed(model, make_prompt_cache(model), tokens, *rest(20))
         found = feed(model, one.restore(), *rest(20))
@@ -101,7 +122,7 @@ def contents(packed: pack.PackedCheckpoint) -> list[bytes]:
     return [array.tobytes() for array in packed.arrays]
 
 
-@pytest.mark.parametrize("position", [5, 41])
+@pytest.mark.parametrize("position", [5, WINDOW + 9])
 def test_a_snapshot_does_not_change_while_decoding_goes_on(model: Any, position: int) -> None:
     live = LiveCaches(model)
     policy = lossless(live)
@@ -171,23 +192,20 @@ def poison(leaf: Any, position: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-def test_every_dtype_survives(model: Any, dtype: mx.Dtype) -> None:
-    if model.has_experts:
-        pytest.skip("MLX's CPU backend has experts in float32 only")
+@pytest.mark.parametrize("small", IN_16_BITS)
+def test_every_dtype_survives(small: str, dtype: mx.Dtype) -> None:
+    model = animal(small)
     model.set_dtype(dtype)
-    try:
-        live = LiveCaches(model)
-        caches = live.fresh()
-        feed(model, caches, TOKENS[:21])
-        saved = save(lossless(live), caches, TOKENS, 21)
-        theirs, ours = ([*kinds.leaves(c)] for c in (caches, saved.restore()))
-        again = save(lossless(live), ours, TOKENS, 21)
-        assert bytes_of(again) == bytes_of(saved)
-        for one, other in zip(theirs, ours, strict=True):
-            assert type(one) is type(other)
-            assert [a.dtype for a in flat(one.state)] == [a.dtype for a in flat(other.state)]
-    finally:
-        model.set_dtype(mx.float32)
+    live = LiveCaches(model)
+    caches = live.fresh()
+    feed(model, caches, TOKENS[:21])
+    saved = save(lossless(live), caches, TOKENS, 21)
+    theirs, ours = ([*kinds.leaves(c)] for c in (caches, saved.restore()))
+    again = save(lossless(live), ours, TOKENS, 21)
+    assert bytes_of(again) == bytes_of(saved)
+    for one, other in zip(theirs, ours, strict=True):
+        assert type(one) is type(other)
+        assert [a.dtype for a in flat(one.state)] == [a.dtype for a in flat(other.state)]
 
 
 def test_a_checkpoint_that_does_not_belong_is_refused(model: Any) -> None:
@@ -217,17 +235,20 @@ def test_a_checkpoint_that_does_not_belong_is_refused(model: Any) -> None:
 
 
 def test_the_bytes_are_those_that_were_asked_for(model: Any) -> None:
+    end = POSITIONS[-1]
     policy = CodecPolicy.of(probe(LiveCaches(model)), "none")
     caches = LiveCaches(model).fresh()
-    feed(model, caches, TOKENS[:41])
-    packed = pack.pack_checkpoint(policy, kinds.snapshot(policy.codec.layout, caches, 0), 41)
+    feed(model, caches, TOKENS[:end])
+    packed = pack.pack_checkpoint(policy, kinds.snapshot(policy.codec.layout, caches, 0), end)
     payload = sum(array.nbytes for array in packed.arrays)
     assert payload <= packed.nbytes < payload + 2048
     expected = 0
     for group in policy.codec.layout.states:
-        rows = group.kind.rows_at(41)
+        rows = group.kind.rows_at(end)
         sizes = [p.heads * p.width * p.mlx_dtype.size for p in group.parts]
         expected += len(group.layers) * rows * sum(sizes)
     assert payload == expected
     with pytest.raises(RecordError, match="extent"):
-        pack.write_checkpoint(packed, path_at(TOKENS, 41), memoryview(bytearray(packed.nbytes - 1)))
+        pack.write_checkpoint(
+            packed, path_at(TOKENS, end), memoryview(bytearray(packed.nbytes - 1))
+        )
