@@ -17,6 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from engine.batch import Batch, BatchMode, BatchShape
 from engine.config import PrefillStep
 from engine.kv.live import LiveCaches
+from engine.kvconfig import KvConfig
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,31 @@ def choose_mode(model: Any, vocabulary_tokens: int) -> BatchMode:
         "--model: this architecture gives other results through mlx-lm's batch generator than "
         "alone, in every batch mode; it cannot be served"
     )
+
+
+def check_bounded(model: Any, vocabulary_tokens: int) -> None:
+    """Finds out whether the plain layers of a model may be bounded.
+
+    They may if what a token comes to, behind a window that dropped rows, does not depend on how
+    the tokens before it were cut into chunks. SelfCheckFailed if it does: some layers count rows
+    where they should ask for the position.
+    """
+    live = LiveCaches(model, config=KvConfig(max_size=_CHUNK.idle))
+    prompt, _ = _prompts(vocabulary_tokens)
+    expected, found = (_last(model, live.fresh(), prompt, chunk) for chunk in (1, _CHUNK.idle))
+    if _difference(found, expected) > _noise(model, expected):
+        raise SelfCheckFailed(
+            "--max-kv-size: layers of this model do not work with a window of rows; leave it out"
+        )
+
+
+def _last(model: Any, caches: list[Any], prompt: Sequence[int], chunk: int) -> np.ndarray[Any, Any]:
+    """Log-probabilities behind a prompt that is fed in chunks."""
+    for first in range(0, len(prompt), chunk):
+        logits = model(mx.array([prompt[first : first + chunk]]), cache=caches)[0, -1]
+        mx.eval(logits, [cache.state for cache in caches])
+    logits = logits.astype(mx.float32)
+    return np.array(logits - mx.logsumexp(logits))
 
 
 def _prompts(vocabulary_tokens: int) -> list[tuple[int, ...]]:

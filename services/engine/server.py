@@ -138,6 +138,8 @@ class Engine:
         """Raises AttentionCheckFailed when no way to attend to packed rows is right here."""
         kv, rotate = self.settings.kv, self.settings.kv_rotate
         caches = start.live_caches(loaded.model, kv, rotate, device.name)
+        if kv.max_size is not None:
+            selfcheck.check_bounded(loaded.model, loaded.vocabulary_tokens)
         for note in caches.notes() if self.settings.kv.changes else ():
             log.info("live caches: %s", note)
         return caches
@@ -145,6 +147,8 @@ class Engine:
     def _make_prefix(self, loaded: LoadedModel, caches: LiveCaches) -> Prefix:
         try:
             layout = probe(caches)
+            for note in layout.notes():
+                log.info("layers in the store: %s", note)
             if layout.checkpointed:
                 raise NotCacheable(f"layers that need checkpoints: {', '.join(layout.notes())}")
         except NotCacheable as error:

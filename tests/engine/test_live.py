@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import CacheList
 
 from engine.config import EngineConfig, parse_listen
 from engine.flags import ConfigError
@@ -23,6 +24,7 @@ from tests.support.models import (
     qwen3_next_config,
     tiny_model,
 )
+from tests.support.zoo import animal
 
 LISTEN = parse_listen("127.0.0.1:0")
 
@@ -126,6 +128,18 @@ def test_plain_layers_are_bounded() -> None:
         "3 x RotatingKVCache: full precision, the first 0 and latest rows of 16",
         "1 x KVCache: full precision, the first 4 and latest rows of 64",
     ]
+
+
+def test_layers_in_a_list_are_quantized_and_not_bounded() -> None:
+    model = animal("falcon_h1")
+    caches = live.choose(model, KvConfig((8, 8), 32), rotate=False)
+    assert caches.notes() == [
+        "2 x ArraysCache: as mlx-lm has it (not rows of tokens)",
+        "2 x KVCache: keys 8 bits, values 8 bits, groups of 32",
+    ]
+    assert [type(cache) for cache in caches.fresh()] == [CacheList, CacheList]
+    with pytest.raises(ConfigError, match=r"--max-kv-size: .*2 CacheList"):
+        live.choose(model, KvConfig(max_size=64), rotate=False)
 
 
 def test_a_late_start_says_where() -> None:

@@ -8,7 +8,7 @@ import pytest
 from cachestore.client import MatchKind
 from engine.batch import BatchMode
 from engine.kv.history import BatchKVCache
-from engine.selfcheck import SelfCheckFailed, choose_mode
+from engine.selfcheck import SelfCheckFailed, check_bounded, choose_mode
 from tests.support.daemons import Cachestore, short_directory, start_cachestore
 from tests.support.engines import InProcess, assert_same, in_process
 from tests.support.models import (
@@ -26,6 +26,7 @@ from tests.support.models import (
     tiny_llama,
     tiny_model,
 )
+from tests.support.zoo import animal
 
 MODES = {
     **dict.fromkeys(CONFIGS, BatchMode.BATCHED),
@@ -131,6 +132,13 @@ def test_a_model_that_is_never_the_same_is_refused() -> None:
 
     with pytest.raises(SelfCheckFailed, match="--model"):
         choose_mode(Wrapped(drift), VOCABULARY_TOKENS)
+
+
+def test_layers_that_count_rows_cannot_be_bounded() -> None:
+    for name in ("llama", "gemma3_text", "qwen3_next"):
+        check_bounded(animal(name), VOCABULARY_TOKENS)
+    with pytest.raises(SelfCheckFailed, match=r"--max-kv-size: .* leave it out"):
+        check_bounded(animal("afm7"), VOCABULARY_TOKENS)
 
 
 def test_a_model_that_gives_no_numbers_is_refused() -> None:

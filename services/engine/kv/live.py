@@ -6,6 +6,7 @@ does not go through mlx-lm's cannot read packed rows; which ones those are is tr
 small forward pass, not looked up by name. Caches in a CacheList count as layers of their own.
 """
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,24 +61,30 @@ class LiveCaches:
         return any(precision != FULL for precision in self.precisions.values())
 
     def fresh(self) -> list[Any]:
-        caches = make_prompt_cache(self.model)
-        made = (
-            self._cache(leaf, self.precisions.get(n, FULL)) for n, leaf in enumerate(leaves(caches))
-        )
-        return [_replaced(cache, made) for cache in caches]
+        numbers = itertools.count()
+        return [self._made(cache, numbers) for cache in make_prompt_cache(self.model)]
 
-    def _cache(self, cache: Any, precision: Precision) -> Any:
+    def _made(self, cache: Any, numbers: Iterator[int]) -> Any:
+        """In place of one of the model's caches, whose leaves have the next numbers."""
+        if not isinstance(cache, CacheList):
+            return self._cache(cache, next(numbers), self.config.max_size)
+        # What is in a list is not bounded: some indexers go by the places of rows.
+        made = (self._cache(leaf, next(numbers), None) for leaf in cache.caches)
+        return CacheList(*made)  # type: ignore[no-untyped-call]
+
+    def _cache(self, cache: Any, number: int, max_size: int | None) -> Any:
+        precision = self.precisions.get(number, FULL)
         if type(cache) is KVCache:
-            return self._plain(precision)
+            return self._plain(precision, max_size)
         if type(cache) is RotatingKVCache:
             return WindowKVCache(precision, cache.max_size, cache.keep)
         if type(cache) is ArraysCache:
             return RecurrentCache.of(cache)
         return cache
 
-    def _plain(self, precision: Precision) -> Any:
-        if self.config.max_size is not None:
-            return WindowKVCache(precision, self.config.max_size, WINDOW_KEEP)
+    def _plain(self, precision: Precision, max_size: int | None) -> Any:
+        if max_size is not None:
+            return WindowKVCache(precision, max_size, WINDOW_KEEP)
         if precision == FULL:
             return JoiningKVCache.of(FULL)
         if self.config.quantized_start:
@@ -110,13 +117,6 @@ class LiveCaches:
         return f" ({reason})" if reason else ""
 
 
-def _replaced(cache: Any, made: Iterator[Any]) -> Any:
-    """One of a model's caches, its leaves replaced by the next of those that were made."""
-    if isinstance(cache, CacheList):
-        return CacheList(*(next(made) for _ in cache.caches))  # type: ignore[no-untyped-call]
-    return next(made)
-
-
 def describe(precision: Precision) -> str:
     """For people."""
     keys, values = precision.keys, precision.values
@@ -133,7 +133,7 @@ def choose(model: Any, config: KvConfig, rotate: bool) -> LiveCaches:
     """
     if not config.changes:
         return LiveCaches(model)
-    caches = leaves(make_prompt_cache(model))
+    caches = make_prompt_cache(model)
     kinds = Counter(type(cache).__name__ for cache in caches)
     found = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "no caches"
     if config.max_size is not None and KVCache not in map(type, caches):
