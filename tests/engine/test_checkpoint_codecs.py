@@ -8,13 +8,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from engine.kv import routing
+from engine import pack
+from engine.kv import kinds, routing
 from engine.kv.attention import PackedMatmul
 from engine.kv.codec import CodecError, CodecPolicy, plan_codec
-from engine.kv.encoding import Affine, Lossless
-from engine.kv.history import Precision
+from engine.kv.encoding import Affine, Lossless, PartShape
+from engine.kv.history import FULL
 from engine.kv.kinds import leaves
-from engine.kv.layout import probe
+from engine.kv.layout import CacheLayout, LayerGroup, probe
 from engine.kv.live import LiveCaches, choose
 from engine.kv.rotating import WindowKVCache
 from engine.kv.states import Chunk, Window
@@ -107,7 +108,7 @@ def test_no_first_row_is_behind_the_cut(size: int, keep: int) -> None:
     shape = probe(LiveCaches(tiny_model(llama_config()))).groups[0].kind
     kind = Window(shape.keys, shape.values, size, keep)  # type: ignore[attr-defined]
     chunk = Chunk(shape.keys, shape.values, size)  # type: ignore[attr-defined]
-    blank = WindowKVCache(Precision(Lossless(), Lossless()), size, keep)
+    blank = WindowKVCache(FULL, size, keep)
     for position in range(1, 4 * size):
         for tokens in range(3 * size):
             held = blank._positions([position])[0]
@@ -207,3 +208,31 @@ def test_the_policy_of_checkpoints_is_part_of_the_identity(gemma: Any) -> None:
     policies = [CodecPolicy.of(layout, name) for name in ("none", "q8", "turbo3")]
     policies.append(replace(policies[-1], keep_first=4))
     assert len({repr(policy.describe()) for policy in policies}) == len(policies)
+
+
+def test_only_the_packed_copy_remains() -> None:
+    """A part at a time is held twice; what is restored is held once."""
+    shape = PartShape("keys", 4, 64, "float32"), PartShape("values", 4, 64, "float32")
+    layout = CacheLayout((), (LayerGroup(Window(*shape, 512, 0), tuple(range(8))),))
+    policy = CodecPolicy.of(layout, "q8", min_quantize_tokens=0)
+    live = [WindowKVCache(FULL, 512) for _ in range(8)]
+    for cache in live:
+        cache.update_and_fetch(*(mx.random.normal((1, 4, 700, 64)) for _ in shape))
+        mx.eval(cache.state)
+    part_bytes = 8 * 4 * 512 * 64 * 4
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    packed = pack.pack_checkpoint(policy, kinds.snapshot(layout, live, 0), 700)
+    payload = sum(array.nbytes for array in packed.arrays)
+    assert payload == 2 * part_bytes * (64 + 8) // (4 * 64)
+    assert mx.get_peak_memory() - before < 1.05 * (part_bytes + payload)
+    assert mx.get_active_memory() - before < 1.01 * payload + 10_000
+    mx.reset_peak_memory()
+    for cache in live:
+        cache.update_and_fetch(*(mx.zeros((1, 4, 1, 64)) for _ in shape))
+        mx.eval(cache.state)
+    # No row of the window was copied: nobody else refers to it.
+    assert mx.get_peak_memory() - before < 1.01 * payload + part_bytes / 16
+    del packed
+    assert mx.get_active_memory() - before < 20_000
