@@ -11,11 +11,12 @@ import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from cachestore.record import TOKEN_BYTES
-from engine import attach
+from engine import attach, pack
 from engine.attach import Source
 from engine.kv.codec import CodecPlan, CodecPolicy
 from engine.kv.encoding import Affine, PartShape
 from engine.kv.history import Precision, QuantizedKVCache
+from engine.kv.kinds import PlainKV
 from engine.kv.layout import CacheLayout, LayerGroup, probe
 from engine.kv.live import LiveCaches
 from engine.kv.rotation import Rotation
@@ -203,13 +204,13 @@ def test_what_a_live_cache_made_of_extremes_is_bit_for_bit(
         PartShape(name, 1, 64, dtype, encoding)
         for name, encoding in (("keys", precision.keys), ("values", precision.values))
     ]
-    policy = CodecPolicy.of(CacheLayout((LayerGroup("kv", 0, 1, tuple(shapes)),)), "none")
+    policy = CodecPolicy.of(CacheLayout((LayerGroup(PlainKV(*shapes), (0,)),)), "none")
     signs = mx.where(mx.arange(5 * 64) % 3 == 0, -1, 1).reshape(1, 1, 5, 64)
     large, small = (signs * mx.full((1, 1, 5, 64), value) for value in EXTREMES[dtype])
     live = QuantizedKVCache.of(precision)
     for rows in (large, small, mx.where(signs > 0, large, small)):
         live.update_and_fetch(*[rows.astype(shapes[0].mlx_dtype)] * 2)
-    records = store(pack.pack(policy.codec, [live.rows(0, 0, 15)], 0), [4, 15], helper)
+    records = store(pack.pack(policy.codec, [live.rows(0, 0, 15)], range(15)), [4, 15], helper)
     (restored,) = complete(attach.plan(policy, spans(records, 15)), helper)
     assert restored.precision == precision
     for part, expected in zip(restored.rows(0, 0, 15), live.rows(0, 0, 15), strict=True):

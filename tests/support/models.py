@@ -362,7 +362,7 @@ def save_tiny_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE)
 def _weight(name: str, array: mx.array, key: mx.array) -> mx.array:
     if name.endswith(SLOW_DECAY):
         return mx.full(array.shape, -5.0)
-    if last == "sinks":
+    if name.rsplit(".", 1)[-1] == "sinks":
         return mx.random.normal(array.shape, key=key)
     if array.ndim < 2:
         return 2.0 * array if "q_norm" in name else array
