@@ -91,7 +91,7 @@ class CatalogService(cachestore_pb2_grpc.CachestoreServicer, ABC):
         return pb.PinResponse(
             records=len(kept.path),
             checkpoints=len(kept.checkpoints),
-            bytes=sum(each.bytes_held for each in (*kept.path, *kept.checkpoints)),
+            bytes=sum(stored.bytes_held for stored in kept.stored),
         )
 
     async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:

@@ -30,6 +30,10 @@ class Kept(NamedTuple):
     path: tuple[Record, ...]
     checkpoints: tuple[Checkpoint, ...] = ()
 
+    @property
+    def stored(self) -> list[Candidate]:
+        return [*self.path, *self.checkpoints]
+
 
 class Holdings:
     """Keeps trees, arena, inventory and eviction policy in step.
@@ -72,18 +76,18 @@ class Holdings:
 
     def hit(self, walk: Walk, kept: Kept, now: float) -> None:
         """A lookup agreed with a path, and was served what it keeps."""
-        for stored in (*kept.path, *kept.checkpoints):
+        for stored in kept.stored:
             stored.hits += 1
         self._use(walk.path, kept.checkpoints, now)
 
     def pin(self, kept: Kept) -> None:
         """Let none of it leave until it is unpinned as often."""
-        for stored in (*kept.path, *kept.checkpoints):
+        for stored in kept.stored:
             self.inventory.pin(stored)
         self._settle(kept)
 
     def unpin(self, kept: Kept) -> None:
-        for stored in (*kept.path, *kept.checkpoints):
+        for stored in kept.stored:
             self.inventory.unpin(stored)
         self._settle(kept)
 
@@ -282,7 +286,7 @@ class Holdings:
 
     def _settle(self, kept: Kept) -> None:
         """All records above the last one have children."""
-        for stored in (*kept.path[-1:], *kept.checkpoints):
+        for stored in kept._replace(path=kept.path[-1:]).stored:
             self._policy.settle(stored)
 
     def _require_room(self, lengths: Sequence[int], longest: int) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from cachestore.catalog import Entry
-from cachestore.store import Extent, Reservation, Span
+from cachestore.store import Extent, Match, Reservation, Span
 from cachestore.v1 import cachestore_pb2 as pb
 from cachestore.verify import Progress
 
@@ -38,12 +38,15 @@ def spans(held: Sequence[Span]) -> pb.Spans:
     )
 
 
-def checkpoint(held: Span, position: int) -> pb.Checkpoint:
+def checkpoint(match: Match) -> pb.Checkpoint | None:
+    held = match.checkpoint
+    if held is None:
+        return None
     return pb.Checkpoint(
         checkpoint_id=held.record_id,
         extent=extent(held.extent),
         record_bytes=held.record_bytes,
-        position=position,
+        position=match.rows,
     )
 
 

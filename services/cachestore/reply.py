@@ -169,7 +169,7 @@ def reservation(
     if row > tokens or (row < tokens and not pieces):
         raise Contradiction(f"a reservation up to row {row} of {tokens}")
     checkpoints = _staged(reply.checkpoints, request.checkpoints, row)
-    _check_disjoint([each.extent for each in (*pieces, *checkpoints)])
+    _check_disjoint([piece.extent for piece in pieces] + [each.extent for each in checkpoints])
     _check_promise(reply.reservation_id, reply.reservation_seconds)
     return Reservation(
         reply.reservation_id, reply.have, pieces, checkpoints, reply.reservation_seconds

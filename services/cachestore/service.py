@@ -72,7 +72,7 @@ class CachestoreService(CatalogService):
             kind=pb.MatchKind.ValueType(match.kind),
             rows=match.rows,
             spans=messages.spans(match.spans),
-            checkpoint=match.checkpoint and messages.checkpoint(match.checkpoint, match.rows),
+            checkpoint=messages.checkpoint(match),
             lease_id=match.lease_id,
             lease_seconds=self._config.lease_seconds if match.lease_id else 0.0,
         )

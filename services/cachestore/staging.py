@@ -102,8 +102,9 @@ class Staging:
                 f"reservation_id {reservation_id} has lapsed or never was; reserve again",
             )
         staged = write.staged
-        require_sizes("record_bytes", sizes.records, staged.pieces)
-        require_sizes("checkpoint_bytes", sizes.checkpoints, staged.checkpoints)
+        extents, rows = staged.extents, len(staged.pieces)
+        require_sizes("record_bytes", sizes.records, extents[:rows])
+        require_sizes("checkpoint_bytes", sizes.checkpoints, extents[rows:])
         self._reservations.close(session, reservation_id)
         inserted = self._holdings.insert(staged, sizes, now)
         self._holdings.unpin(write.kept)

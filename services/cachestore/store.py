@@ -267,7 +267,7 @@ class Store:
         assert self._holdings.arena.bytes_slabs <= self._config.budget_bytes
         self._catalog.check()
         claims = [*self._serving.kept(), *self._staging.kept(), *self._catalog.kept()]
-        pins = Counter(each for kept in claims for each in (*kept.path, *kept.checkpoints))
+        pins = Counter(stored for kept in claims for stored in kept.stored)
         assert pins == {each: each.pins for each in self.stored.values() if each.pins > 0}
 
     def _settle(self) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
+from cachestore.arena import Extent
 from cachestore.config import (
     CHECKPOINTS_PER_CALL_MAX,
     LABEL_BYTES_MAX,
@@ -14,7 +15,7 @@ from cachestore.config import (
     WAIT_SECONDS_MAX,
 )
 from cachestore.refusal import RefusalCode, Refused
-from cachestore.write import NewCheckpoint, Piece, StagedCheckpoint
+from cachestore.write import NewCheckpoint
 
 
 def invalid(message: str) -> Refused:
@@ -66,14 +67,12 @@ def require_lease_ids(lease_ids: Sequence[int]) -> None:
         raise invalid(f"lease_ids has {len(lease_ids)}; give at most {LEASE_IDS_PER_CALL_MAX}")
 
 
-def require_sizes(
-    field: str, sizes: Sequence[int], staged: Sequence[Piece] | Sequence[StagedCheckpoint]
-) -> None:
-    if len(sizes) != len(staged):
-        raise invalid(f"{field} has {len(sizes)}; give one for each of {len(staged)}")
-    for index, (size, each) in enumerate(zip(sizes, staged, strict=True)):
-        if not 1 <= size <= each.extent.length:
-            raise invalid(f"{field}[{index}] is {size}; give 1 to {each.extent.length}")
+def require_sizes(field: str, sizes: Sequence[int], extents: Sequence[Extent]) -> None:
+    if len(sizes) != len(extents):
+        raise invalid(f"{field} has {len(sizes)}; give one for each of {len(extents)}")
+    for index, (size, extent) in enumerate(zip(sizes, extents, strict=True)):
+        if not 1 <= size <= extent.length:
+            raise invalid(f"{field}[{index}] is {size}; give 1 to {extent.length}")
 
 
 def require_positions(checkpointed: bool, positions: Sequence[int], tokens: int) -> None:

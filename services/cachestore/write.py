@@ -70,7 +70,8 @@ class Staged:
 
     @property
     def extents(self) -> list[Extent]:
-        return [each.extent for each in (*self.pieces, *self.checkpoints)]
+        rows = [piece.extent for piece in self.pieces]
+        return rows + [checkpoint.extent for checkpoint in self.checkpoints]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
 """Checkpoints in the store: what is served, written together, evicted, bounded and refused."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -136,128 +135,6 @@ def test_a_served_checkpoint_stays_as_long_as_its_lease(bench: Bench) -> None:
     assert bench.store.statistics(0.0).bytes_used == 0
 
 
-def test_rows_that_no_checkpoint_leads_to_leave_first() -> None:
-    bench = Bench(Store(tiny_config(slabs=1, slab_bytes=2048)))
-    bench.write(range(4), checkpoints=[4])  # 768 bytes, the oldest
-    bench.write([*range(4), 50, 51, 52, 53], checkpoints=[])  # 256 without one
-    bench.write(range(200, 204), OTHER_NAMESPACE, checkpoints=[4])  # 768
-    bench.write(range(300, 304), bytes(32))  # 256, and nothing is left
-    assert bench.store.statistics(0.0).evictions == 0
-    bench.write(range(400, 404), bytes(32))
-    found = bench.store.statistics(0.0)
-    assert (found.evictions, found.checkpoints_evicted, found.checkpoints) == (1, 0, 2)
-    assert bench.peek(range(4), checkpoints=[]) == 4
-    assert bench.peek(range(200, 204), OTHER_NAMESPACE, checkpoints=[]) == 4
-
-
-def test_checkpoints_leave_by_their_own_last_use_and_take_their_rows_along() -> None:
-    bench = Bench(Store(tiny_config(slabs=1, slab_bytes=4096)))
-    trunk = list(range(4))
-    one, two = [*trunk, 10, 11, 12, 13], [*trunk, 20, 21, 22, 23]
-    bench.write(one, checkpoints=[4, 8])  # 256 * 2 + 512 * 2
-    bench.write(two, checkpoints=[8])  # 256 + 512, and 1792 are left
-    # All of the path of `one` is recent now, but of its checkpoints only the last one was used.
-    assert bench.peek(one, checkpoints=[]) == 8
-    left = []
-    for first in range(300, 380, 4):
-        bench.write(range(first, first + 4), OTHER_NAMESPACE)
-        found = bench.store.statistics(0.0)
-        left.append((found.checkpoints_evicted, found.evictions))
-    # The one at 4 first; then that of `two`, with its rows; then that of `one`, with all before.
-    assert left == [(0, 0)] * 7 + [(1, 0)] * 2 + [(2, 1)] * 3 + [(3, 3)] * 4 + [
-        (3, evictions) for evictions in range(4, 8)
-    ]
-    assert bench.peek(trunk, checkpoints=[]) == 0
-    bench.store.check()
-
-
-def test_what_hangs_on_a_pinned_path_goes_when_it_is_released(bench: Bench) -> None:
-    bench.write(range(8), checkpoints=[8])
-    extending = bench.reserve(range(12), checkpoints=[12])
-    catalog = bench.store.catalog(0.0)
-    assert catalog.evict(catalog.everything()).checkpoints == 1
-    assert bench.store.statistics(0.0).records == 2
-    bench.store.abort(bench.session, extending.id, 0.0)
-    bench.store.check()
-    # Nothing leads there, so it leaves before anything else.
-    assert bench.store.statistics(0.0).records == 2
-    assert bench.store.flush() == 2
-
-
-def test_the_rows_under_a_new_checkpoint_stay_between_reserve_and_commit(bench: Bench) -> None:
-    bench.write(range(8), checkpoints=[8])
-    again = bench.reserve(range(8), checkpoints=[4])
-    bench.store.flush()
-    assert bench.commit_all(again).checkpoints == 1
-    assert bench.peek(range(8), checkpoints=[]) == 4
-    bench.store.check()
-
-
-def conversation(bench: Bench, turns: int, start: int, reply: int = 0) -> list[int]:
-    """Each turn is two tokens, with a checkpoint behind it. The first four are shared."""
-    ids = [0, 1, 2, 3]
-    for turn in range(turns):
-        ids += [100 * start + turn, reply]
-        bench.write(ids, checkpoints=[4, len(ids)], conversation_start=5)
-    return ids
-
-
-def test_a_conversation_keeps_a_bounded_number_and_what_it_shares() -> None:
-    bench = Bench(Store(replace(ROOMY, checkpoints_max=3)))
-    for start in (1, 2):
-        ids = conversation(bench, 10, start)
-        assert [bench.peek(ids, checkpoints=[]), bench.peek(ids[:5], checkpoints=[])] == [24, 4]
-    found = bench.store.statistics(0.0)
-    assert (found.checkpoints, found.checkpoints_surplus) == (1 + 3 + 3, 14)
-    assert found.checkpoints_evicted == 0
-
-
-def test_abandoned_replies_count_and_give_their_rows_back() -> None:
-    bench = Bench(Store(replace(ROOMY, checkpoints_max=3)))
-    for reply in range(10):
-        bench.write([0, 1, 2, 3, 4, *[50 + reply] * 4], checkpoints=[9], conversation_start=5)
-    found = bench.store.statistics(0.0)
-    assert (found.checkpoints, found.checkpoints_surplus) == (3, 7)
-    # The rows of the first reply that share a record with those before stay.
-    assert (found.records, found.tokens, found.evictions) == (2 + 3, 8 + 3 * 4, 7)
-    bench.store.check()
-
-
-def test_a_long_conversation_does_not_push_out_what_others_share() -> None:
-    bench = Bench(Store(replace(ROOMY, checkpoints_max=2)))
-    prompt = list(range(12))
-    bench.write([*prompt, 20], checkpoints=[4, 8, 12], conversation_start=13)
-    ids = [*prompt, 20]
-    for turn in range(8):
-        ids += [30 + turn]
-        bench.write(ids, checkpoints=[len(ids)], conversation_start=13)
-    assert bench.peek([*prompt, 99], checkpoints=[]) == 12
-    assert bench.store.statistics(0.0).checkpoints == 3 + 2
-
-
-def test_more_than_the_bound_at_once_stay_until_the_next_commit(bench: Bench) -> None:
-    positions = list(range(1, 16))
-    bench.write(range(16), checkpoints=positions)
-    assert bench.store.statistics(0.0).checkpoints == 15
-    bench.write(range(16), checkpoints=[16])
-    assert bench.store.statistics(0.0).checkpoints == 1 + 8
-
-
-def test_what_is_leased_or_pinned_is_never_too_many() -> None:
-    bench = Bench(Store(replace(ROOMY, checkpoints_max=2)))
-    bench.write(range(4), checkpoints=[1, 2, 3])
-    match = bench.lookup(range(4), limit=2, checkpoints=[])
-    for position in range(5, 12):
-        bench.write(range(position), checkpoints=[position])
-    assert bench.store.statistics(0.0).checkpoints == 1 + 2
-    bench.store.check()
-    end(bench, match)
-    bench.write(range(12), checkpoints=[12])
-    assert bench.store.statistics(0.0).checkpoints == 1 + 2
-    # The leased one was there until now, and is the least recently used.
-    assert bench.peek(range(2), checkpoints=[]) == 1
-
-
 def test_a_pinned_record_keeps_the_checkpoints_on_its_way(bench: Bench) -> None:
     bench.write(range(8), checkpoints=[2, 6])
     bench.write([*range(3), 90], checkpoints=[4])
@@ -313,46 +190,6 @@ def test_moved_checkpoints_are_found_where_they_are_now() -> None:
             assert match.checkpoint is not None
             expected = bytes([10 * first + limit]) * 512
             assert bytes(bench.memory(match.checkpoint.extent)) == expected
-
-
-ANNOUNCED = range(40)
-
-
-@pytest.mark.parametrize(
-    ("ids", "limit", "expected"),
-    [
-        (range(40), 39, 39),
-        (range(40), 38, 20),
-        ([*range(25), 99], 26, 20),
-        ([*range(20), 99], 21, 20),
-        ([*range(19), 99], 20, 0),
-        (range(20), 19, 0),
-    ],
-)
-def test_an_announcement_is_worth_the_deepest_position_that_is_shared(
-    bench: Bench, ids: Any, limit: int, expected: int
-) -> None:
-    bench.lookup(ANNOUNCED, announce=True, checkpoints=[20, 39])
-    assert bench.rows_to_come(ids, limit, checkpoints=[]) == expected
-
-
-def test_rows_that_are_held_without_a_checkpoint_are_still_to_come(bench: Bench) -> None:
-    bench.write(ANNOUNCED, checkpoints=[10])
-    bench.lookup(ANNOUNCED, announce=True, checkpoints=[20, 39])
-    assert bench.rows_to_come(ANNOUNCED, checkpoints=[]) == 39 - 10
-    # The next one is behind what they share.
-    assert bench.rows_to_come([*range(12), 99], checkpoints=[]) == 0
-    bench.write(ANNOUNCED, checkpoints=[20])
-    assert bench.rows_to_come(ANNOUNCED, checkpoints=[]) == 39 - 20
-    bench.write(ANNOUNCED, checkpoints=[39])
-    assert bench.rows_to_come(ANNOUNCED, checkpoints=[]) == 0
-    bench.store.check()
-
-
-def test_without_checkpoints_nothing_is_announced(bench: Bench) -> None:
-    assert bench.lookup(ANNOUNCED, announce=True, checkpoints=[]).lease_id
-    assert bench.store.statistics(0.0).announced == 0
-    assert bench.rows_to_come(ANNOUNCED, checkpoints=[]) == 0
 
 
 def target(**changes: Any) -> Target:

@@ -21,13 +21,14 @@ from tests.support.claims import (
     Ids,
     Reader,
     Writer,
+    fill,
     fingerprint,
+    read,
     state,
 )
 from tests.support.ledger import Ledger
 from tests.support.machines import MACHINE
 from tests.support.stores import (
-    OVERHEAD_BYTES,
     RECORD_TOKENS,
     RECORDS_PER_RESERVATION,
     Bench,
@@ -60,32 +61,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.ledger = Ledger(self.bench)
         self.pinned: set[int] = set()
         self.retiring: list[int] = []
-
-    def fill(self, writer: Writer) -> None:
-        for piece in writer.reservation.pieces:
-            rows = [
-                fingerprint(writer.namespace, writer.ids[: piece.first_token + index + 1])
-                for index in range(piece.rows)
-            ]
-            record = bytes(OVERHEAD_BYTES) + b"".join(rows)
-            self.bench.memory(piece.extent)[: len(record)] = record
-        for staged in writer.reservation.checkpoints:
-            record = state(writer.namespace, writer.ids[: staged.position])
-            self.bench.memory(staged.extent)[: len(record)] = record
-
-    def read(self, namespace: bytes, match: Match) -> tuple[bytes, ...]:
-        """Rows in order, and then the checkpoint if there is one."""
-        size = ROW_BYTES[namespace]
-        rows = []
-        for span in match.spans:
-            record = bytes(self.bench.memory(span.extent)[: span.record_bytes])[OVERHEAD_BYTES:]
-            rows += [
-                record[row * size : (row + 1) * size]
-                for row in range(span.first_row, span.first_row + span.rows)
-            ]
-        for span in [match.checkpoint] if match.checkpoint is not None else []:
-            rows.append(bytes(self.bench.memory(span.extent)[: span.record_bytes]))
-        return tuple(rows)
 
     @precondition(lambda self: len(self.sessions) < SESSIONS_MAX)
     @rule()
@@ -137,7 +112,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert writer.positions == missing
         self.writers.append(writer)
         if data.draw(st.booleans()):
-            self.fill(writer)
+            fill(self.bench, writer)
 
     @rule(data=st.data(), namespace=NAMESPACES, ids=SEQUENCES)
     def write(self, data: st.DataObject, namespace: bytes, ids: Ids) -> None:
@@ -163,7 +138,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.finish(data.draw(st.sampled_from(self.writers)))
 
     def finish(self, writer: Writer) -> None:
-        self.fill(writer)
+        fill(self.bench, writer)
         namespace, ids = writer.namespace, writer.ids
         held, stored = self.ledger.held(namespace), dict(self.store.stored)
         before = self.store.statistics(self.bench.now)
@@ -257,7 +232,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert match.checkpoint.record_id == self.ledger.held(namespace)[served]
             self.ledger.use(match.checkpoint.record_id)
             rows = (*rows, state(namespace, served))
-        assert self.read(namespace, match) == rows
+        assert read(self.bench, namespace, match) == rows
         assert (match.kind is MatchKind.MISS) == (match.rows == 0)
         assert (match.lease_id == 0) == (match.rows == 0 and not announce)
         kind, depth = self.ledger.best(namespace, ids)
@@ -366,7 +341,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def leased_rows_are_intact(self) -> None:
         for reader in self.readers:
-            assert self.read(reader.namespace, reader.match) == reader.rows
+            assert read(self.bench, reader.namespace, reader.match) == reader.rows
 
     @invariant()
     def pinned_records_are_held(self) -> None:

@@ -5,7 +5,13 @@ import itertools
 from dataclasses import dataclass
 
 from cachestore.store import Extent, Match, Reservation
-from tests.support.stores import CHECKPOINT_BYTES, NAMESPACE, OTHER_NAMESPACE
+from tests.support.stores import (
+    CHECKPOINT_BYTES,
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    OVERHEAD_BYTES,
+    Bench,
+)
 
 Ids = tuple[int, ...]
 CHECKPOINTED = bytes(range(64, 96))
@@ -85,3 +91,33 @@ class Reader:
     rows: tuple[bytes, ...]
     deadline: float
     announced: Announced | None
+
+
+def fill(bench: Bench, writer: Writer) -> None:
+    """Writes what the reservation is for."""
+    for piece in writer.reservation.pieces:
+        rows = [
+            fingerprint(writer.namespace, writer.ids[: piece.first_token + index + 1])
+            for index in range(piece.rows)
+        ]
+        record = bytes(OVERHEAD_BYTES) + b"".join(rows)
+        bench.memory(piece.extent)[: len(record)] = record
+    for staged in writer.reservation.checkpoints:
+        record = state(writer.namespace, writer.ids[: staged.position])
+        bench.memory(staged.extent)[: len(record)] = record
+
+
+def read(bench: Bench, namespace: bytes, match: Match) -> tuple[bytes, ...]:
+    """Rows in order, and then the checkpoint if there is one."""
+    size = ROW_BYTES[namespace]
+    found = []
+    for span in match.spans:
+        record = bytes(bench.memory(span.extent)[: span.record_bytes])[OVERHEAD_BYTES:]
+        found += [
+            record[row * size : (row + 1) * size]
+            for row in range(span.first_row, span.first_row + span.rows)
+        ]
+    if match.checkpoint is not None:
+        span = match.checkpoint
+        found.append(bytes(bench.memory(span.extent)[: span.record_bytes]))
+    return tuple(found)
