@@ -130,6 +130,42 @@ def spoil(client: Client, record_id: int, offset: int) -> None:
     client._slabs.map(span.slab_id)[span.offset + offset] ^= 1
 
 
+def test_checkpoints_are_seen_kept_and_dropped_with_their_rows(daemon: Cachestore) -> None:
+    with daemon.client() as client:
+        records.write(client, entries.tokens(600), checkpoints=(300, 600))
+    found = objects(daemon, "ls")
+    assert [entry["record_id"] for entry in found] == [1, 2, 3, 4, 5]
+    assert [entry["checkpoint"] for entry in found] == [0, 0, 0, 300, 600]
+    place = [found[3][name] for name in ("parent_record_id", "first_token", "tokens")]
+    assert place == [2, 299, 1]
+    assert sum(entry["bytes"] for entry in found) == daemon.stats().bytes_used
+    assert "checkpoint at 300" in said(daemon, "ls")
+    (namespace,) = objects(daemon, "namespaces")
+    assert (namespace["checkpointed"], namespace["checkpoints"]) == (True, 2)
+    assert namespace["bytes_checkpoints"] == found[3]["bytes"] + found[4]["bytes"]
+    assert "checkpoints" in said(daemon, "namespaces")
+    rows = [objects(daemon, "inspect", record_id)["rows"] for record_id in ("4", "1")]
+    assert rows == [1, 256]
+    assert said(daemon, "verify").startswith("5 records, ")
+    assert said(daemon, "pin", "4").startswith("2 records, 1 checkpoints, ")
+    assert said(daemon, "flush").startswith("1 records, 1 checkpoints, ")
+    assert said(daemon, "unpin", "4") == ""
+    assert said(daemon, "evict", "4").startswith("2 records, 1 checkpoints, ")
+    assert daemon.stats().bytes_used == 0
+
+
+def test_verify_names_a_broken_checkpoint(daemon: Cachestore) -> None:
+    with daemon.client() as client:
+        records.write(client, entries.tokens(10), checkpoints=(10,))
+        lease = client.lookup(entries.NAMESPACE, entries.tokens(10), 10, checkpointed=True)
+        assert lease.checkpoint is not None
+        extent = lease.checkpoint.extent
+        client._slabs.map(extent.slab_id)[extent.offset] ^= 1
+    found = admin(daemon.socket, "verify")
+    assert found.stdout.startswith(f"record {lease.checkpoint.id}: ")
+    assert found.returncode == 1
+
+
 def test_verify_names_what_is_broken(stored: Cachestore) -> None:
     with stored.client() as client:
         spoil(client, 2, offset=0)

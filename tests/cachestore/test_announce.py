@@ -1,6 +1,6 @@
 """Who promises rows, and for whom it is worth waiting. Waiting itself is in test_waiting.py."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -139,3 +139,52 @@ def test_bad_fields_are_named(bench: Bench) -> None:
     ):
         with pytest.raises(Refused, match=f"^{field} "):
             bench.store.rows_to_come(Query(namespace, tokens, limit), 0.0)
+
+
+ANNOUNCED = range(40)
+
+
+@pytest.mark.parametrize(
+    ("ids", "limit", "expected"),
+    [
+        (range(40), 39, 39),
+        (range(40), 38, 20),
+        ([*range(25), 99], 26, 20),
+        ([*range(20), 99], 21, 20),
+        ([*range(19), 99], 20, 0),
+        (range(20), 19, 0),
+    ],
+)
+def test_an_announcement_is_worth_the_deepest_position_that_is_shared(
+    bench: Bench, ids: Sequence[int], limit: int, expected: int
+) -> None:
+    bench.lookup(ANNOUNCED, announce=True, checkpoints=[20, 39])
+    assert bench.rows_to_come(ids, limit, checkpoints=[]) == expected
+
+
+def test_rows_that_are_held_without_a_checkpoint_are_still_to_come(bench: Bench) -> None:
+    bench.write(ANNOUNCED, checkpoints=[10])
+    bench.lookup(ANNOUNCED, announce=True, checkpoints=[20, 39])
+    assert bench.rows_to_come(ANNOUNCED, checkpoints=[]) == 39 - 10
+    # The next one is behind what they share.
+    assert bench.rows_to_come([*range(12), 99], checkpoints=[]) == 0
+    bench.write(ANNOUNCED, checkpoints=[20])
+    assert bench.rows_to_come(ANNOUNCED, checkpoints=[]) == 39 - 20
+    bench.write(ANNOUNCED, checkpoints=[39])
+    assert bench.rows_to_come(ANNOUNCED, checkpoints=[]) == 0
+    bench.store.check()
+
+
+def test_without_checkpoints_nothing_is_announced(bench: Bench) -> None:
+    assert bench.lookup(ANNOUNCED, announce=True, checkpoints=[]).lease_id
+    assert bench.store.statistics(0.0).announced == 0
+    assert bench.rows_to_come(ANNOUNCED, checkpoints=[]) == 0
+
+
+def test_a_deeper_checkpoint_of_another_sequence_is_better_than_one_to_come(bench: Bench) -> None:
+    bench.lookup(ANNOUNCED, announce=True, checkpoints=[20, 39])
+    branch = [*range(25), 90, 91, 92]
+    assert bench.rows_to_come(branch, checkpoints=[]) == 20
+    bench.write(branch, checkpoints=[27])
+    assert bench.rows_to_come(branch, checkpoints=[]) == 0
+    assert bench.rows_to_come(ANNOUNCED, checkpoints=[]) == 39

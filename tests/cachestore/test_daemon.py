@@ -254,6 +254,8 @@ def test_without_an_engine_the_daemon_ends_after_a_while(directory: Path) -> Non
         (["--budget", "much"], "--budget: 'much' is not a size"),
         (["--idle-exit", "0"], "--idle-exit: '0' is not a number of seconds above 0"),
         (["--idle-exit", "nan"], "--idle-exit: 'nan'"),
+        (["--checkpoints-max", "1"], "--checkpoints-max is 1; give at least 2"),
+        (["--checkpoints-max", "few"], "--checkpoints-max: invalid int value: 'few'"),
         (["--log-level", "loud"], "--log-level: invalid choice"),
         (["--socket", "/tmp/" + "x" * 100], "--socket: the socket path has 108 bytes"),
         (["--socket", "/nowhere/x.sock"], "--socket: directory /nowhere: No such file"),

@@ -175,12 +175,45 @@ LOOKUP = pb.LookupRequest(namespace=entries.NAMESPACE, tokens=SEQUENCE, limit=29
 RESERVE = pb.ReserveRequest(
     namespace=entries.NAMESPACE, tokens=SEQUENCE, record_overhead_bytes=100, row_bytes=1000
 )
+CHECKPOINTED = bytes(range(64, 96))
+LOOKUP_STATE = pb.LookupRequest(
+    namespace=CHECKPOINTED,
+    tokens=SEQUENCE,
+    limit=299,
+    announce=True,
+    checkpointed=True,
+    checkpoints=[100, 299],
+)
+RESERVE_STATE = pb.ReserveRequest(
+    namespace=CHECKPOINTED,
+    tokens=SEQUENCE,
+    row_bytes=1,
+    checkpointed=True,
+    checkpoints=[pb.NewCheckpoint(position=n, bytes=1000) for n in (100, 299)],
+    conversation_start=50,
+)
+
+
+def state_request(*positions: int, nbytes: int = 1, start: int = 0) -> pb.ReserveRequest:
+    """To write checkpoints at these positions."""
+    return pb.ReserveRequest(
+        namespace=CHECKPOINTED,
+        tokens=SEQUENCE,
+        row_bytes=1,
+        checkpointed=True,
+        checkpoints=[pb.NewCheckpoint(position=n, bytes=nbytes) for n in positions],
+        conversation_start=start,
+    )
+
+
 REQUESTS: list[tuple[str, Message]] = [
     ("Lookup", LOOKUP),
+    ("Lookup", LOOKUP_STATE),
+    ("Reserve", RESERVE_STATE),
     ("Renew", pb.RenewRequest(lease_ids=[1, 2, 3])),
     ("Release", pb.ReleaseRequest(lease_ids=[1, 2, 3])),
     ("Reserve", RESERVE),
-    ("Commit", pb.CommitRequest(reservation_id=7, record_bytes=[1, 2, 3])),
+    ("Commit", pb.CommitRequest(reservation_id=7, record_bytes=[1, 2], checkpoint_bytes=[3])),
     ("Abort", pb.AbortRequest(reservation_id=7)),
     ("Stats", pb.StatsRequest()),
     ("ListNamespaces", pb.ListNamespacesRequest()),
@@ -255,6 +288,31 @@ def test_messages_of_all_kinds(beside: Cachestore, method: str, valid: Message) 
             ),
         ),
         ("ListEntries", pb.ListEntriesRequest(limit=2**32 - 1)),
+        *(
+            ("Reserve", state_request(*positions))
+            for positions in ([0], [301], [2**32 - 1], [5, 4], [5, 5], range(1, 66))
+        ),
+        ("Reserve", state_request(5, nbytes=0)),
+        ("Reserve", state_request(start=301)),
+        *(
+            (
+                "Lookup",
+                pb.LookupRequest(
+                    namespace=CHECKPOINTED,
+                    tokens=SEQUENCE,
+                    checkpointed=checkpointed,
+                    checkpoints=positions,
+                ),
+            )
+            for checkpointed, positions in (
+                (True, [0]),
+                (True, [301]),
+                (True, [5, 4]),
+                (True, [5, 5]),
+                (True, range(1, 66)),
+                (False, [5]),
+            )
+        ),
     ],
 )
 def test_negative_and_huge_numbers(beside: Cachestore, method: str, request_: Message) -> None:
@@ -264,6 +322,17 @@ def test_negative_and_huge_numbers(beside: Cachestore, method: str, request_: Me
     ):
         code = answer_to(channel, client, method, request_.SerializeToString())
     assert code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_checkpoint_that_fits_nowhere_is_refused(beside: Cachestore) -> None:
+    with (
+        beside.client() as client,
+        grpc.insecure_channel(endpoint.grpc_target(beside.socket)) as channel,
+    ):
+        for nbytes in (1 << 30, 2**63, 2**64 - 1):
+            request = state_request(5, nbytes=nbytes).SerializeToString()
+            code = answer_to(channel, client, "Reserve", request)
+            assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def test_a_client_that_reserves_everything_and_sleeps(beside: Cachestore) -> None:

@@ -159,3 +159,97 @@ def test_pieces_of_different_slabs_may_have_the_same_offset() -> None:
     answer.pieces[1].extent.offset = 256
     answer.pieces[1].extent.slab_id = 2
     assert len(reply.reservation(answer, request()).pieces) == 2
+
+
+def match_with_state() -> pb.LookupResponse:
+    answer = match()
+    extent = pb.Extent(slab_id=2, offset=512, length=1024, generation=7)
+    answer.checkpoint.CopyFrom(
+        pb.Checkpoint(checkpoint_id=11, extent=extent, record_bytes=1000, position=5)
+    )
+    return answer
+
+
+def test_a_match_with_its_checkpoint_is_handed_on() -> None:
+    lease = reply.lease(match_with_state(), limit=5, checkpointed=True)
+    extent = reply.Extent(slab_id=2, offset=512, length=1024, generation=7)
+    assert lease.checkpoint == reply.Checkpoint(11, 5, extent, 1000)
+    miss = reply.lease(pb.LookupResponse(kind=pb.MATCH_KIND_MISS), limit=5, checkpointed=True)
+    assert miss.checkpoint is None
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda m: m.ClearField("checkpoint"),
+        lambda m: setattr(m.checkpoint, "position", 4),
+        lambda m: setattr(m.checkpoint, "record_bytes", 0),
+        lambda m: setattr(m.checkpoint, "record_bytes", 1025),
+        lambda m: setattr(m.checkpoint.extent, "offset", 500),
+        lambda m: setattr(m.checkpoint.extent, "length", 0),
+        lambda m: m.checkpoint.ClearField("extent"),
+        lambda m: (m.ClearField("spans"), setattr(m, "rows", 0)),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_is_refused(
+    spoil: Callable[[pb.LookupResponse], object],
+) -> None:
+    answer = match_with_state()
+    spoil(answer)
+    with pytest.raises(Contradiction):
+        reply.lease(answer, limit=5, checkpointed=True)
+
+
+def test_rows_come_with_a_checkpoint_exactly_when_they_need_one() -> None:
+    with pytest.raises(Contradiction, match="checkpoint"):
+        reply.lease(match_with_state(), limit=5)
+    with pytest.raises(Contradiction, match="checkpoint"):
+        reply.lease(match(), limit=5, checkpointed=True)
+
+
+def request_for_states() -> pb.ReserveRequest:
+    asked = request()
+    asked.checkpointed = True
+    for position in (2, 6, 10):
+        asked.checkpoints.add(position=position, bytes=300)
+    return asked
+
+
+def room_for_states() -> pb.ReserveResponse:
+    """For rows 2 to 9, and for two of the checkpoints."""
+    answer = room()
+    for position, offset in ((6, 1024), (10, 2048)):
+        extent = pb.Extent(slab_id=1, offset=offset, length=512, generation=offset)
+        answer.checkpoints.add(position=position, extent=extent)
+    return answer
+
+
+def test_room_for_checkpoints_is_handed_on() -> None:
+    found = reply.reservation(room_for_states(), request_for_states())
+    assert [(staged.position, staged.extent.offset) for staged in found.checkpoints] == [
+        (6, 1024),
+        (10, 2048),
+    ]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda r: setattr(r.checkpoints[0], "position", 5),
+        lambda r: setattr(r.checkpoints[0], "position", 10),
+        lambda r: setattr(r.checkpoints[1], "position", 2),
+        lambda r: setattr(r.checkpoints[0].extent, "length", 256),
+        lambda r: setattr(r.checkpoints[0].extent, "offset", 1000),
+        lambda r: setattr(r.checkpoints[0].extent, "offset", 256),
+        lambda r: setattr(r.checkpoints[0].extent, "offset", 2048),
+        lambda r: r.checkpoints[0].ClearField("extent"),
+        lambda r: r.pieces.pop(),  # the one at 10 would be behind the last row
+    ],
+)
+def test_room_for_checkpoints_that_cannot_be_is_refused(
+    spoil: Callable[[pb.ReserveResponse], object],
+) -> None:
+    answer = room_for_states()
+    spoil(answer)
+    with pytest.raises(Contradiction):
+        reply.reservation(answer, request_for_states())

@@ -1,7 +1,9 @@
 """Records as engines write them, small and with arbitrary rows."""
 
+from collections.abc import Sequence
+
 from cachestore import record
-from cachestore.client import Client
+from cachestore.client import Client, NewCheckpoint
 from tests.support.entries import NAMESPACE
 
 SCHEMA = record.Schema(
@@ -15,16 +17,40 @@ SCHEMA = record.Schema(
 )
 
 
-def write(client: Client, sequence: bytes, namespace: bytes = NAMESPACE) -> int:
-    """Stores the whole sequence; returns the rows that were inserted."""
+def write(
+    client: Client,
+    sequence: bytes,
+    namespace: bytes = NAMESPACE,
+    checkpoints: Sequence[int] | None = None,
+) -> int:
+    """Stores the whole sequence; returns the rows that were inserted. With positions of
+    checkpoints, or none of them, the namespace is a checkpointed one."""
+    nbytes = record.plan(SCHEMA, 1).record_bytes
     reservation = client.reserve(
-        namespace, sequence, 0, SCHEMA.overhead_bytes, SCHEMA.row_bytes, "a [model]"
+        namespace,
+        sequence,
+        0,
+        SCHEMA.overhead_bytes,
+        SCHEMA.row_bytes,
+        "a [model]",
+        checkpointed=checkpoints is not None,
+        checkpoints=[NewCheckpoint(position, nbytes) for position in checkpoints or ()],
     )
-    sizes = []
-    for piece in reservation.pieces:
-        layout = record.plan(SCHEMA, piece.rows)
-        rows = range(piece.first_token, piece.first_token + piece.rows)
+
+    def fill(extent: memoryview, rows: range) -> int:
+        layout = record.plan(SCHEMA, len(rows))
         (path,) = record.paths(namespace, sequence, [rows])
-        record.write_header(layout, path, client.extent(piece))
-        sizes.append(layout.record_bytes)
-    return client.commit(reservation.id, sizes)
+        record.write_header(layout, path, extent)
+        return layout.record_bytes
+
+    return client.commit(
+        reservation.id,
+        [
+            fill(client.extent(p), range(p.first_token, p.first_token + p.rows))
+            for p in reservation.pieces
+        ],
+        [
+            fill(client.extent(s), range(s.position - 1, s.position))
+            for s in reservation.checkpoints
+        ],
+    )

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from cachestore.client import Client, StoreRefused
+from cachestore.client import Client, Lease, NewCheckpoint, StoreRefused
 from cachestore.v1 import cachestore_pb2 as pb
 from tests.support import entries
 from tests.support.daemons import Cachestore, start_cachestore
 
-NAMESPACES = (entries.NAMESPACE, bytes(32))
+CHECKPOINTED = bytes(range(64, 96))
+NAMESPACES = (entries.NAMESPACE, bytes(32), CHECKPOINTED)
 HOT = entries.tokens(400)
 
 
@@ -33,19 +34,38 @@ def some_sequence(chance: random.Random) -> bytes:
 def operate(client: Client, chance: random.Random) -> None:
     """One random thing that a client may do."""
     namespace, sequence = chance.choice(NAMESPACES), some_sequence(chance)
-    limit = len(sequence) // 4
+    limit, checkpointed = len(sequence) // 4, namespace == CHECKPOINTED
+    positions = sorted({chance.randint(1, limit) for _ in range(3)}) if checkpointed else None
+
+    def lookup(announce: bool) -> Lease:
+        lease = client.lookup(
+            namespace,
+            sequence,
+            limit,
+            announce,
+            checkpointed=checkpointed,
+            checkpoints=positions or (),
+        )
+        assert lease.rows <= limit
+        return lease
+
+    def reserve() -> int:
+        new = [NewCheckpoint(position, 20_000) for position in positions or ()]
+        return client.reserve(
+            namespace, sequence, 0, 100, 1000, "", checkpointed=checkpointed, checkpoints=new
+        ).id
+
     match chance.randrange(12):
         case 0:
-            lease = client.lookup(namespace, sequence, limit)  # never released
-            assert lease.rows <= limit
+            lookup(announce=False)  # never released
         case 1 | 2:
-            lease = client.lookup(namespace, sequence, limit, announce=True)
+            lease = lookup(announce=True)
             client.renew([lease.id])
             client.release([lease.id])
         case 3:
-            client.reserve(namespace, sequence, 0, 100, 1000, "")  # never committed
+            reserve()  # never committed
         case 4:
-            client.abort(client.reserve(namespace, sequence, 0, 100, 1000, "").id)
+            client.abort(reserve())
         case 5:
             held = list(client.entries())
             if held:
@@ -56,14 +76,17 @@ def operate(client: Client, chance: random.Random) -> None:
                 client.pin(record_id := chance.choice(held).span.record_id)
                 client.unpin(record_id)
         case _:
-            entries.write(client, sequence, namespace)
+            entries.write(client, sequence, namespace, positions, chance.randrange(limit))
 
 
 def check_sums(client: Client) -> pb.StatsResponse:
     """While nobody else calls."""
     stats, held = client.stats(), list(client.entries())
-    assert stats.records == len(held)
-    assert stats.tokens == sum(entry.span.rows for entry in held)
+    rows = [entry for entry in held if not entry.checkpoint]
+    checkpoints = [entry for entry in held if entry.checkpoint]
+    assert (stats.records, stats.checkpoints) == (len(rows), len(checkpoints))
+    assert stats.tokens == sum(entry.span.rows for entry in rows)
+    assert stats.bytes_checkpoints == sum(entry.span.extent.length for entry in checkpoints)
     assert stats.sequences == sum(entry.sequences for entry in held)
     assert stats.bytes_used == sum(entry.span.extent.length for entry in held)
     padding = sum(entry.span.extent.length - entry.span.record_bytes for entry in held)
@@ -79,7 +102,10 @@ def check_sums(client: Client) -> pb.StatsResponse:
     for namespace in stats.namespaces:
         of_it = [entry for entry in held if entry.namespace == namespace.namespace]
         assert namespace.bytes_used == sum(entry.span.extent.length for entry in of_it)
-        assert namespace.tokens == sum(entry.span.rows for entry in of_it)
+        assert namespace.tokens == sum(e.span.rows for e in of_it if not e.checkpoint)
+        of_checkpoints = sum(e.span.extent.length for e in of_it if e.checkpoint)
+        assert namespace.bytes_checkpoints == of_checkpoints
+        assert namespace.checkpointed or not of_checkpoints
     places = sorted(
         (e.span.extent.slab_id, e.span.extent.offset, e.span.extent.length) for e in held
     )
@@ -99,12 +125,13 @@ def test_stats_are_the_sum_of_what_is_held(store: Cachestore, seed: int) -> None
                         operate(chance.choice((one, other)), chance)
                 check_sums(admin)
         stats = check_sums(admin)
-        assert stats.evictions > 0
+        assert min(stats.evictions, stats.checkpoints_evicted, stats.checkpoints_surplus) > 0
         # All clients have gone: nothing is held for anybody.
         assert (stats.leases, stats.reservations, stats.announced) == (0, 0, 0)
         assert (stats.bytes_reserved, stats.bytes_quarantined) == (0, 0)
         assert not any(entry.claims for entry in admin.entries())
-        assert admin.evict().records == stats.records
+        dropped = admin.evict()
+        assert (dropped.records, dropped.checkpoints) == (stats.records, stats.checkpoints)
         assert check_sums(admin).bytes_used == 0
 
 
