@@ -237,3 +237,18 @@ def test_nothing_is_left_of_whoever_was_there_before() -> None:
     assert keys.shape[0] == 8
     assert mx.isfinite(values[7]).all().item()
     assert not mx.isfinite(values[6]).any().item()
+
+
+def test_buffers_are_shown_and_replaced_in_full_precision_only() -> None:
+    cache = BatchKVCache(FULL, [0, 0])
+    assert not hasattr(cache, "keys")
+    cache.update_and_fetch(mx.ones((2, 1, 3, 32)), mx.ones((2, 1, 3, 64)))
+    assert cache.keys.shape[2] == cache._columns.capacity
+    cache.values = mx.zeros_like(cache.values)
+    cache.keys = mx.depends(cache.keys, cache.values)
+    keys, values = cache.update_and_fetch(mx.ones((2, 1, 1, 32)), mx.ones((2, 1, 1, 64)))
+    assert keys.min() == 1
+    assert (values[:, :, :3].max(), values[:, :, 3:].min()) == (0, 1)
+    packed = QuantizedKVCache(8, 32)
+    packed.update_and_fetch(mx.ones((1, 1, 3, 32)), mx.ones((1, 1, 3, 64)))
+    assert not hasattr(packed, "keys")

@@ -114,7 +114,10 @@ def test_no_layers_is_not_cacheable() -> None:
 
 
 def test_the_description_tells_geometries_apart() -> None:
+    small, large = (1, 8, 8, mx.float32), (2, 8, 8, mx.float32)
     geometries = [
+        (small, large, small, large),
+        (small, large, large, small),
         ((1, 8, 8, mx.float32),),
         ((1, 8, 8, mx.float16),),
         ((2, 8, 8, mx.float32),),

@@ -25,7 +25,7 @@ def found(name: str, shape: Shape = SHAPE, tokens: int = TOKENS) -> Found:
 def test_bytes_are_those_of_the_arrays(name: str) -> None:
     row = found(name)
     plan = plan_named(name, SHAPE.layout, "--codec")
-    arrays = sum(spec.layers * array.row_bytes for spec, array in plan.schema.arrays)
+    arrays = sum(len(spec.layers) * array.row_bytes for spec, array in plan.schema.arrays)
     assert (row.codec, row.dtype, row.tokens) == (name, "bfloat16", TOKENS)
     assert row.bytes == TOKENS * arrays
     assert row.bytes + 4 * TOKENS < row.record_bytes < 1.05 * row.bytes + 4 * TOKENS
