@@ -12,6 +12,7 @@ import grpc
 
 from cachestore.client import MatchKind
 from engine import config
+from engine.checkpoints import UNKNOWN, Boundaries
 from engine.v1 import engine_pb2 as pb
 
 
@@ -67,6 +68,8 @@ class Request:
     # Alternatives to report with each token's log-probability; None: report neither.
     logprobs: int | None = None
     warm: bool = False
+    # Of a chat, where the model needs them.
+    boundaries: Boundaries = UNKNOWN
 
 
 class FinishReason(enum.Enum):
@@ -233,7 +236,12 @@ def _logit_bias(message: pb.Sampling, limits: ModelLimits) -> dict[int, float]:
     return dict(message.logit_bias)
 
 
-def request_from(message: pb.GenerateRequest, tokens: list[int], limits: ModelLimits) -> Request:
+def request_from(
+    message: pb.GenerateRequest,
+    tokens: list[int],
+    limits: ModelLimits,
+    boundaries: Boundaries = UNKNOWN,
+) -> Request:
     """Check everything beside the prompt's own encoding; raises InvalidRequest."""
     check_prompt(tokens, limits)
     room = limits.context_tokens - len(tokens)
@@ -255,6 +263,7 @@ def request_from(message: pb.GenerateRequest, tokens: list[int], limits: ModelLi
         stop=_stop_strings(message),
         stop_token_ids=eos | _stop_tokens(message, limits),
         logprobs=_logprobs(message, limits),
+        boundaries=boundaries,
     )
 
 

@@ -17,6 +17,7 @@ import grpc
 
 from cachestore.client import MatchKind
 from engine import __version__, config
+from engine.checkpoints import UNKNOWN, Boundaries
 from engine.prefix import PrefixStatus
 from engine.request import (
     Delta,
@@ -65,6 +66,16 @@ class ServedModel:
     batch_mode: str
     limits: ModelLimits
     encoder: PromptEncoder
+    # Whether only checkpoints can be gone on from: then requests say where their messages end.
+    checkpointed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """A prompt."""
+
+    tokens: list[int]
+    boundaries: Boundaries = UNKNOWN
 
 
 class EngineService(engine_pb2_grpc.EngineServicer):
@@ -87,9 +98,10 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
-        tokens = await self._encode(request.model, request.prompt, context)
+        prompt = await self._encode(request.model, request.prompt, context)
         try:
-            checked = request_from(request, tokens, self._served.limits)
+            limits = self._served.limits
+            checked = request_from(request, prompt.tokens, limits, prompt.boundaries)
         except InvalidRequest as error:
             await _abort(context, error)
         async with contextlib.aclosing(self._run(checked, context)) as events:
@@ -97,12 +109,13 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                 yield _generated(event)
 
     async def Warm(self, request: pb.WarmRequest, context: Context) -> pb.WarmResponse:
-        tokens = await self._encode(request.model, request.prompt, context)
+        prompt = await self._encode(request.model, request.prompt, context)
+        tokens, boundaries = tuple(prompt.tokens), prompt.boundaries
         try:
-            check_prompt(tokens, self._served.limits)
+            check_prompt(prompt.tokens, self._served.limits)
         except InvalidRequest as error:
             await _abort(context, error)
-        checked = Request(tuple(tokens), max_tokens=1, warm=True)
+        checked = Request(tokens, max_tokens=1, warm=True, boundaries=boundaries)
         async with contextlib.aclosing(self._run(checked, context)) as events:
             async for event in events:
                 if isinstance(event, Done):
@@ -114,8 +127,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         raise AssertionError("a request ended without Done or Failed")
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        tokens = await self._encode(request.model, request.prompt, context)
-        return pb.TokenizeResponse(token_ids=tokens)
+        prompt = await self._encode(request.model, request.prompt, context)
+        return pb.TokenizeResponse(token_ids=prompt.tokens)
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         served, prefix = self._served, self._prefix()
@@ -169,7 +182,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     def close(self) -> None:
         self._encoding.shutdown()
 
-    async def _encode(self, model: str, prompt: pb.Prompt, context: Context) -> list[int]:
+    async def _encode(self, model: str, prompt: pb.Prompt, context: Context) -> _Encoded:
         if model and model != self._served.name:
             message = f"model: {model!r} is not served here; {self._served.name!r} is"
             await context.abort(grpc.StatusCode.NOT_FOUND, message)
@@ -179,16 +192,19 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         except ValueError as error:
             await _abort(context, InvalidRequest(str(error)))
 
-    def _encode_prompt(self, prompt: pb.Prompt) -> list[int]:
+    def _encode_prompt(self, prompt: pb.Prompt) -> _Encoded:
         encoder = self._served.encoder
         match prompt.WhichOneof("input"):
             case "text":
-                return encoder.encode_text(prompt.text)
+                return _Encoded(encoder.encode_text(prompt.text))
             case "chat":
                 messages = [{"role": m.role, "content": m.content} for m in prompt.chat.messages]
-                return encoder.encode_chat(messages)
+                tokens = encoder.encode_chat(messages)
+                if not self._served.checkpointed:
+                    return _Encoded(tokens)
+                return _Encoded(tokens, encoder.boundaries(messages, tokens))
             case "token_ids":
-                return encoder.encode_ids(prompt.token_ids.ids)
+                return _Encoded(encoder.encode_ids(prompt.token_ids.ids))
         raise ValueError("prompt: empty; set text, chat or token_ids")
 
     async def _run(self, request: Request, context: Context) -> AsyncGenerator[Delta | Done, None]:

@@ -5,6 +5,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from engine.checkpoints import Boundaries
+
 # What a decoder writes for bytes that are not (yet) a character.
 REPLACEMENT = "\ufffd"
 # A character has at most four bytes; what is longer incomplete is no character.
@@ -47,15 +51,50 @@ class PromptEncoder:
             if not message.get("role"):
                 raise ValueError(f"prompt.chat.messages[{index}].role: empty")
         try:
-            with self._turn:
-                ids = self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages], add_generation_prompt=True
-                )
+            ids = self._render(messages, generation_prompt=True)
         except Exception as error:  # A template is a program of the model's author.
             raise ValueError(
                 f"prompt.chat.messages: the model's chat template refuses them: {error}"
             ) from error
         return self._checked("prompt.chat", ids)
+
+    def boundaries(self, messages: Sequence[Mapping[str, str]], tokens: list[int]) -> Boundaries:
+        """Of a chat that `encode_chat` made these tokens of, as far as its template tells."""
+        users = (index for index, message in enumerate(messages) if message["role"] == "user")
+        first_user = next(users, None)
+        ends = [self._end(messages, tokens)]
+        if len(messages) > 1:
+            ends.insert(0, self._end_of_first(messages, tokens))
+        start = 0 if first_user is None else self._end(messages[: first_user + 1], tokens)
+        return Boundaries(tuple(end for end in ends if end), start)
+
+    def _end(self, messages: Sequence[Mapping[str, str]], tokens: list[int]) -> int:
+        """Where the first messages of a chat end in its tokens, 0 when that cannot be told: a
+        template may refuse them, or render them otherwise where no others follow."""
+        try:
+            alone = self._render(messages, generation_prompt=False)
+        except Exception:
+            return 0
+        common = _common(alone, tokens)
+        # The last token may be another one where text follows.
+        return common if common >= len(alone) - 1 else 0
+
+    def _end_of_first(self, messages: Sequence[Mapping[str, str]], tokens: list[int]) -> int:
+        """Where a chat parts from those with the same first message and another second one: many
+        templates fold a system message into the turn of the user, and refuse it alone."""
+        first, second = messages[:2]
+        other = "1" if second["content"].lstrip().startswith("0") else "0"
+        try:
+            return _common(self._render([first, {**second, "content": other}], False), tokens)
+        except Exception:
+            return 0
+
+    def _render(self, messages: Sequence[Mapping[str, str]], generation_prompt: bool) -> list[int]:
+        with self._turn:
+            ids: list[int] = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=generation_prompt
+            )
+        return ids
 
     def encode_ids(self, ids: Sequence[int]) -> list[int]:
         return self._checked("prompt.token_ids.ids", ids)
@@ -69,6 +108,13 @@ class PromptEncoder:
                 f"{field}: {wrong} is outside the vocabulary of {self._vocabulary_tokens} tokens"
             )
         return list(ids)
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens that both begin with."""
+    shorter = min(len(one), len(other))
+    unequal = np.flatnonzero(np.asarray(one[:shorter]) != np.asarray(other[:shorter]))
+    return int(unequal[0]) if unequal.size else shorter
 
 
 class Detokenizer:
