@@ -6,12 +6,15 @@ Differences from using it directly:
   hand out a copy of the whole row instead.
 - The queue is ours (scheduler.py): a row is inserted only when it may prefill at once.
 - The prefill step is short while other rows decode.
+- Prompts stop where they are told to, so that state which cannot be cut can be copied there.
 - The first token of a reply is read as soon as the prompt ends; the generator would give it out
   one step later, after it has started to compute the second one.
 """
 
 import copy
 import enum
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +24,7 @@ from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBat
 from engine.config import PrefillStep
 from engine.kv import kinds
 from engine.kv.history import Rows
+from engine.kv.kinds import Snapshot
 from engine.kv.layout import CacheLayout
 from engine.kv.live import LiveCaches
 from engine.kv.solo import one_row
@@ -64,11 +68,21 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
+class Reached:
+    """A prompt stopped: until the next step its caches stand for exactly its first tokens, so
+    many as `position` says."""
+
+    uid: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """`computed`: prompt tokens run through the model in this step."""
 
     tokens: tuple[Token, ...]
     computed: int
+    reached: tuple[Reached, ...] = ()
 
 
 class _DecodingBatch(GenerationBatch):
@@ -153,19 +167,26 @@ class Batch:
         cached: int,
         sampler: Sampler | None,
         penalizer: Penalizer | None = None,
+        stops: Sequence[int] = (),
     ) -> int:
         """Add a row whose rows [0, cached) are in `caches`; at least one token must be left.
 
-        The generator keeps `caches` until the row's first step: the caller drops its reference.
+        `stops`: positions, ascending, beyond `cached`, at which its prompt stops for a moment.
+        Before its last token it always does, and at its end. The generator keeps `caches` until
+        the row's first step: the caller drops its reference.
         """
         assert 0 <= cached < len(tokens)
+        places = [cached, *stops]
+        assert places == sorted(set(places))
+        assert places[-1] <= len(tokens)
+        places.append(len(tokens))
         assert (caches is None) == (cached == 0)
         if caches is None:
             caches = self._caches.fresh()
         if self._shape.mode is BatchMode.ONE_ROW:
             caches = one_row(caches)
-        (uid,) = self._generator.insert(
-            [list(tokens[cached:])],
+        (uid,) = self._generator.insert_segments(
+            [[list(tokens[first:end]) for first, end in itertools.pairwise(places)]],
             caches=[caches],
             all_tokens=[list(tokens[:cached])],
             samplers=[sampler],
@@ -189,7 +210,8 @@ class Batch:
         tokens += [self._first_token(uid) for uid in ended]
         # The generator feeds a prompt's last token apart, and does not count it.
         computed = self._generator._counters.prompt_tokens - before + len(ended)
-        return StepResult(tuple(tokens), computed)
+        reached = tuple(Reached(r.uid, self.held(r.uid)) for r in prompts if r.end_of_segment)
+        return StepResult(tuple(tokens), computed, reached)
 
     def remove(self, uids: list[int]) -> None:
         """Drop rows in whatever stage they are; unknown ones are ignored."""
@@ -204,22 +226,33 @@ class Batch:
         return 0 if found is None else len(found[0].tokens[found[1]])
 
     def rows(self, uid: int, layout: CacheLayout, first: int, end: int) -> list[Rows]:
-        """Rows [first, end) of each layer, as kinds.rows.
+        """Rows [first, end) of each leaf, as kinds.rows gives them.
 
         Lazy slices of the live caches. Evaluate and drop them before the next step: a reference
         held across it makes MLX copy the whole cache.
         """
-        found = self._locate(uid)
-        assert found is not None
-        batch, index = found
+        batch, index = self._place(uid)
         assert 0 <= first <= end <= len(batch.tokens[index])
         return kinds.rows(layout, batch.prompt_cache, index, first, end)
+
+    def snapshot(self, uid: int, layout: CacheLayout) -> Snapshot:
+        """What the other leaves hold after the row's `held` tokens; lazy as `rows` are.
+
+        kinds.NotCacheable when one of them is not as it was at load.
+        """
+        batch, index = self._place(uid)
+        return kinds.snapshot(layout, batch.prompt_cache, index)
 
     def _first_token(self, uid: int) -> Token:
         decoding = self._decoding
         index = decoding.uids.index(uid)
         token = int(decoding._next_tokens[index].item())
         return Token(uid, token, decoding._next_logprobs[index])
+
+    def _place(self, uid: int) -> tuple[Any, int]:
+        found = self._locate(uid)
+        assert found is not None
+        return found
 
     def _locate(self, uid: int) -> tuple[Any, int] | None:
         # Indices move with every join and leave: they are looked up each time.
