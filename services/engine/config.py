@@ -36,6 +36,9 @@ CACHE_CODECS = ("none", "q8", "q4", "k8v4", *TURBO_CODECS)
 CACHE_CODEC_DEFAULT = "q8"
 # Shorter sequences are stored without loss.
 MIN_QUANTIZE_TOKENS_DEFAULT = 256
+# Tokens between two checkpoints of a long prompt. Closer ones would cut the store's records.
+CHECKPOINT_STRIDE_DEFAULT = 2048
+CHECKPOINT_STRIDE_MIN = 256
 # What the cachestore takes as the name of a namespace.
 LABEL_BYTES_MAX = 256
 
@@ -126,6 +129,7 @@ class EngineConfig:
     cache_min_quantize_tokens: int | None = None
     kv_rotate: bool = False
     turbo_keep_first: int | None = None
+    checkpoint_stride: int | None = None
     max_batch: int | None = None
     prefill_step: int | None = None
     wired_limit_bytes: int = 0
@@ -147,8 +151,14 @@ class EngineConfig:
                 ("--cachestore-budget", self.cachestore_budget_bytes),
                 ("--idle-exit", self.idle_exit_seconds),
             )
+        if self.checkpoint_stride is not None and self.checkpoint_stride < CHECKPOINT_STRIDE_MIN:
+            raise ConfigError(
+                f"--checkpoint-stride {self.checkpoint_stride}: shorter than the store's records; "
+                f"give at least {CHECKPOINT_STRIDE_MIN}"
+            )
         if self.cachestore == "off":
             self.refuse_cache_flags("nothing is cached with --cachestore off")
+            self.refuse_checkpoint_flags("nothing is cached with --cachestore off")
         if self.kv.bits is not None:
             self.refuse_cache_flags("with --kv-bits the store keeps the bytes of the live cache")
         else:
@@ -187,6 +197,11 @@ class EngineConfig:
         asked = self.cache_min_quantize_tokens
         return MIN_QUANTIZE_TOKENS_DEFAULT if asked is None else asked
 
+    @property
+    def stride(self) -> int:
+        """Tokens between two checkpoints of a long prompt."""
+        return self.checkpoint_stride or CHECKPOINT_STRIDE_DEFAULT
+
     def refuse_cache_flags(self, reason: str) -> None:
         """Raises ConfigError when the user said how to store what, for `reason`, is not stored."""
         self._refuse(
@@ -197,6 +212,10 @@ class EngineConfig:
             # With quantized live caches it is they that are rotated.
             ("--kv-rotate", self.codec_rotates or None),
         )
+
+    def refuse_checkpoint_flags(self, reason: str) -> None:
+        """As refuse_cache_flags, where no checkpoint is taken."""
+        self._refuse(reason, ("--checkpoint-stride", self.checkpoint_stride))
 
     def _refuse(self, reason: str, *flags: tuple[str, object]) -> None:
         for flag, value in flags:

@@ -11,29 +11,20 @@ is ignored, except that what it holds is released.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 import mlx.core as mx
 
-from cachestore.client import MatchKind
-from engine.batch import Batch, BatchShape, StepResult, Token
+from engine.batch import Batch, BatchShape, Reached, StepResult, Token
 from engine.kv.live import LiveCaches
 from engine.logprobs import LogprobReader
 from engine.output import Output
 from engine.penalties import penalizer_for
 from engine.prefix import Found, Prefix
-from engine.request import (
-    Done,
-    Failed,
-    FinishReason,
-    Request,
-    Sink,
-    TokenLogprobs,
-    Usage,
-)
+from engine.request import Failed, FinishReason, Request, Sink, TokenLogprobs
 from engine.rows import Counters, Occupancy, Row, State
 from engine.sampling import sampler_for
 from engine.scheduler import Load, Scheduler, Waiting
@@ -107,11 +98,11 @@ class Core:
             sink(_internal(error))
             return
         watch = Stopwatch(now if since is None else since)
-        row = Row(request_id, request, sink, output, watch)
+        row = Row(request_id, request, sink, output, watch, self.prefix.planned(request))
         self._rows[request_id] = row
         self.counters.prompt_tokens += len(request.tokens)
         row.watch.enter(Stage.LOOKUP, now)
-        self.prefix.look_up(request_id, request.tokens)
+        self.prefix.look_up(request_id, request.tokens, row.planned)
 
     def looked_up(self, request_id: int, found: Found | None) -> None:
         """Result of a lookup; None when the cachestore gave no usable answer."""
@@ -185,9 +176,12 @@ class Core:
         if not self._by_uid:
             return False
         try:
+            reached: tuple[Reached, ...] = ()
             if any(row.state is not State.LEAVING for row in self._by_uid.values()):
-                self._take(self._batch.step())
-            self._write_back()
+                result = self._batch.step()
+                self._take(result)
+                reached = result.reached
+            self._write_back(reached)
         except Exception as error:
             self._replace_batch(error)
             return True
@@ -244,11 +238,12 @@ class Core:
     def _insert(self, row: Row, caches: list[Any] | None) -> None:
         row.watch.enter(Stage.PREFILL, self.clock())
         row.state = State.RUNNING
-        row.packed_to = row.cached
+        self._writeback.begin(row)
         row.sampler = sampler_for(row.request.sampling)
         row.penalizer = penalizer_for(row.request.sampling.penalties)
+        stops = [position for position in row.planned if position > row.cached]
         row.uid = self._batch.insert(
-            row.request.tokens, caches, row.cached, row.sampler, row.penalizer
+            row.request.tokens, caches, row.cached, row.sampler, row.penalizer, stops
         )
         self._by_uid[row.uid] = row
         self.counters.cached_tokens += row.cached
@@ -266,13 +261,13 @@ class Core:
                 row.first_token_sent = True
                 row.watch.enter(Stage.DECODE, self.clock())
             if row.request.warm:
-                self._begin_leaving(row)
+                row.state = State.LEAVING
             else:
                 self._push(row, token.token, logprobs.get(token.uid))
 
-    def _write_back(self) -> None:
+    def _write_back(self, reached: Sequence[Reached]) -> None:
         """After all tokens of the step are sent: nobody's reply waits for a write."""
-        self._writeback.step(self._batch, self._by_uid.values())
+        self._writeback.step(self._batch, self._by_uid.values(), reached)
         self._let_leave()
         self._remove_left()
 
@@ -298,13 +293,7 @@ class Core:
             row.sink(pushed.delta)
         if pushed.reason is not None:
             self._send_done(row, pushed.reason, stop=pushed.stop)
-            self._begin_leaving(row)
-
-    def _begin_leaving(self, row: Row) -> None:
-        assert row.uid is not None
-        row.state = State.LEAVING
-        if row.rows_final is None:
-            row.rows_final = self._batch.held(row.uid)
+            row.state = State.LEAVING
 
     def _let_leave(self) -> None:
         """Rows that are packed leave the batch. Others stay, decoding for nobody while streams
@@ -325,23 +314,7 @@ class Core:
 
     def _send_done(self, row: Row, reason: FinishReason, stop: str = "", stored: int = 0) -> None:
         self.counters.finished += 1
-        row.sink(
-            Done(
-                reason,
-                stop,
-                Usage(
-                    prompt_tokens=len(row.request.tokens),
-                    cached_tokens=row.cached,
-                    completion_tokens=len(row.output.tokens),
-                    match=self._match(row),
-                ),
-                row.watch.timing(self.clock()),
-                stored,
-            )
-        )
-
-    def _match(self, row: Row) -> MatchKind | None:
-        return row.found.kind if row.found is not None else None
+        row.sink(row.done(reason, self.clock(), stop, stored))
 
     # --- endings -------------------------------------------------------------------------
 

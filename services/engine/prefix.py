@@ -16,17 +16,18 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from cachestore.client import Client, Lease, MatchKind, StoreRefused, StoreUnavailable
 from cachestore.record import RecordError, paths
-from engine import attach, config, pack
+from engine import attach, checkpoints, config, pack
 from engine.attach import Attachment, Block
 from engine.kv.codec import CodecPolicy
 from engine.kv.history import Rows, sliced
+from engine.kv.kinds import Snapshot
 from engine.kv.layout import CacheLayout
 from engine.link import StoreLink
-from engine.pack import PackedRows
+from engine.pack import PackedCheckpoint, PackedRows
+from engine.request import Request
+from engine.storing import Destination, Tail, packed_tokens
 
 log = logging.getLogger(__name__)
 
@@ -78,17 +79,12 @@ class PrefixStatus:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Write:
-    """Rows that end a sequence. `found`: under whose lease they are computed; `report`: the
-    request that waits for the outcome."""
+    """`found`: under whose lease the rows are computed; `report`: the request that waits for the
+    outcome."""
 
-    tokens: tuple[int, ...]
-    packed: tuple[PackedRows, ...]
+    tail: Tail
     found: Found | None
     report: int | None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.packed)
 
 
 class Prefix:
@@ -102,12 +98,14 @@ class Prefix:
         policy: CodecPolicy | None = None,
         label: str = "",
         not_cached_reason: str = "",
+        checkpoint_stride: int = config.CHECKPOINT_STRIDE_DEFAULT,
     ) -> None:
         self._post = post
         self._link = link if policy is not None else None
         self._policy = policy
         self._label = label
         self._not_cached_reason = not_cached_reason
+        self._checkpoint_stride = checkpoint_stride
         self._namespace = b""
         # As many as may wait for rows that others compute. Threads are made when needed.
         self._askers = ThreadPoolExecutor(config.QUEUE_REQUESTS_MAX, thread_name_prefix="store-ask")
@@ -136,58 +134,101 @@ class Prefix:
     @property
     def writes(self) -> bool:
         """Whether rows given to `write` now have a chance to be stored."""
+        return self._usable and self._backlog_bytes < config.WRITE_BACKLOG_BYTES_MAX
+
+    def has_room(self, kept_bytes: int) -> bool:
+        """Whether more checkpoints may be kept for later beside so many bytes of them."""
+        return self._backlog_bytes + kept_bytes < config.WRITE_BACKLOG_BYTES_MAX
+
+    @property
+    def _backlog_bytes(self) -> int:
         with self._lock:
-            backlog = sum(write.nbytes for write in self._pending)
-        return self._usable and backlog < config.WRITE_BACKLOG_BYTES_MAX
+            return sum(write.tail.nbytes for write in self._pending)
 
     @property
     def _usable(self) -> bool:
         return self._link is not None and self._link.connected and bool(self._namespace)
 
+    @property
+    def layout(self) -> CacheLayout:
+        """What of live caches is stored."""
+        assert self._policy is not None
+        return self._policy.codec.layout
+
+    @property
+    def checkpointed(self) -> bool:
+        """Whether rows are of no use without a checkpoint."""
+        return self._policy is not None and self.layout.checkpointed
+
+    def planned(self, request: Request) -> tuple[int, ...]:
+        """Where the request is to take checkpoints, as far as they are not cached already."""
+        if not self.checkpointed:
+            return ()
+        return checkpoints.planned(
+            len(request.tokens),
+            request.boundaries.message_ends,
+            self._checkpoint_stride,
+            whole=request.warm,
+        )
+
     # --- reading ---------------------------------------------------------------------------
 
-    def look_up(self, request_id: int, tokens: tuple[int, ...]) -> None:
+    def look_up(
+        self, request_id: int, tokens: tuple[int, ...], planned: tuple[int, ...] = ()
+    ) -> None:
         """Find the longest usable prefix; posts `looked_up`.
 
         While somebody, in this engine or another one, computes more of the same tokens, this
-        waits for those rows.
+        waits for those rows; where rows need checkpoints, for the `planned` ones of the other.
         """
         if not self._usable:
             self._post(lambda core: core.looked_up(request_id, None))
             return
-        self._askers.submit(self._look_up, request_id, tokens)
+        self._askers.submit(self._look_up, request_id, tokens, planned)
 
-    def _look_up(self, request_id: int, tokens: tuple[int, ...]) -> None:
+    def _look_up(self, request_id: int, tokens: tuple[int, ...], planned: tuple[int, ...]) -> None:
         found = None
         try:
-            found = self._find(tokens)
+            found = self._find(tokens, planned)
         except (StoreUnavailable, StoreRefused, RecordError) as error:
             log.debug("lookup failed: %s", error)
         except Exception:
             log.exception("lookup failed")
         self._post(lambda core: core.looked_up(request_id, found))
 
-    def _find(self, tokens: tuple[int, ...]) -> Found:
+    def _find(self, tokens: tuple[int, ...], planned: tuple[int, ...] = ()) -> Found:
         assert self._link is not None
-        assert self._policy is not None
         self._await_own_writes(tokens)
+        packed = packed_tokens(tokens)
         with self._link.borrow() as client:
             lease = client.lookup(
                 self._namespace,
-                _packed(tokens),
+                packed,
                 # At least one token is computed: its logits are what the reply begins with.
                 len(tokens) - 1,
                 announce=True,
                 wait_seconds=config.LOOKUP_WAIT_SECONDS,
+                checkpointed=self.checkpointed,
+                checkpoints=planned,
             )
             self._link.hold(client, lease.id)
             try:
-                sources = self.sources(client, lease, _packed(tokens))
-                plan = attach.plan(self._policy, sources) if sources else None
-                return Found(client, lease, plan)
+                return Found(client, lease, self._plan(client, lease, packed))
             except Exception:
                 self._link.drop(lease.id)
                 raise
+
+    def _plan(self, client: Client, lease: Lease, tokens: bytes) -> Attachment | None:
+        assert self._policy is not None
+        sources = self.sources(client, lease, tokens)
+        if not sources:
+            return None
+        checkpoint = None
+        if lease.checkpoint is not None:
+            rows = range(lease.rows - 1, lease.rows)
+            (path,) = paths(self._namespace, tokens, [rows])
+            checkpoint = attach.Source(client.record(lease.checkpoint), 0, 1, path)
+        return attach.plan(self._policy, sources, checkpoint)
 
     def sources(self, client: Client, lease: Lease, tokens: bytes) -> list[attach.Source]:
         """Where the rows of a lease lie, and what their records have to say of them."""
@@ -207,7 +248,12 @@ class Prefix:
         with self._lock:
             pending = list(self._pending.items())
         wait(
-            [done for w, done in pending if tokens[: len(w.tokens)] == w.tokens], OWN_WRITES_SECONDS
+            [
+                done
+                for write, done in pending
+                if tokens[: len(write.tail.tokens)] == write.tail.tokens
+            ],
+            OWN_WRITES_SECONDS,
         )
 
     def copy(self, request_id: int, found: Found, block: Block, last: bool) -> None:
@@ -246,12 +292,6 @@ class Prefix:
         assert self._policy is not None
         return self._policy.is_settled(path_tokens)
 
-    @property
-    def layout(self) -> CacheLayout:
-        """Of the model whose rows are stored."""
-        assert self._policy is not None
-        return self._policy.codec.layout
-
     def pack(self, path_tokens: int, rows: Sequence[Rows], span: range) -> list[PackedRows]:
         """Encode rows `span` of a path of this length, on the worker thread; one for each
         codec that they are stored with, in order.
@@ -265,25 +305,21 @@ class Prefix:
             packed.append(pack.pack(codec, [sliced(layer, cut) for layer in rows], run))
         return packed
 
-    def write(
-        self,
-        tokens: tuple[int, ...],
-        packed: Sequence[PackedRows],
-        found: Found | None,
-        report: int | None,
-    ) -> None:
-        """Store the packed rows, which are the last ones of this sequence.
+    def pack_checkpoint(self, snapshot: Snapshot, position: int) -> PackedCheckpoint:
+        """As `pack`, of what layers without rows hold at this position."""
+        assert self._policy is not None
+        return pack.pack_checkpoint(self._policy, snapshot, position)
 
-        With `report`, posts `stored` for that request.
-        """
-        write = _Write(tokens, tuple(packed), found, report)
+    def write(self, tail: Tail, found: Found | None, report: int | None) -> None:
+        """Store the end of a sequence. With `report`, posts `stored` for that request."""
+        write = _Write(tail, found, report)
         with self._lock:
             self._pending[write] = self._writer.submit(self._write, write)
 
-    def _write(self, write: "_Write") -> None:
+    def _write(self, write: _Write) -> None:
         stored = False
         try:
-            self._store(write)
+            self._store(write.tail)
             stored = True
         except (StoreUnavailable, StoreRefused) as error:
             log.info("rows not stored: %s", error)
@@ -297,47 +333,13 @@ class Prefix:
             self.give_up(write.found)
         if write.report is not None:
             request_id = write.report
-            held = len(write.tokens) if stored else write.packed[0].first_token
+            held = len(write.tail.tokens) if stored else write.tail.rows[0].first_token
             self._post(lambda core: core.stored(request_id, held))
 
-    def _store(self, write: "_Write") -> None:
-        """One codec after the other: records have one, and a reservation the sizes of one."""
+    def _store(self, tail: Tail) -> None:
         assert self._link is not None
         with self._link.borrow() as client:
-            for run in pack.runs(write.packed):
-                tokens = _packed(write.tokens[: run[-1].end])
-                held = 0
-                while (end := self._store_some(client, tokens, run)) < run[-1].end:
-                    if end <= held:
-                        raise StoreUnavailable("rows leave before the rest of their path follows")
-                    held = end
-
-    def _store_some(self, client: Client, tokens: bytes, packed: Sequence[PackedRows]) -> int:
-        """Write as much as one reservation takes of rows that end a sequence; returns how many
-        rows are held then."""
-        codec = packed[0].codec
-        # Rows before the first came from the store or are on their way to it: when it lacks
-        # them, this is refused. They are never encoded a second time.
-        reservation = client.reserve(
-            self._namespace,
-            tokens,
-            packed[0].first_token,
-            codec.record_overhead_bytes,
-            codec.row_bytes,
-            self._label,
-        )
-        try:
-            pieces = reservation.pieces
-            rows = [range(piece.first_token, piece.first_token + piece.rows) for piece in pieces]
-            written = [
-                pack.write(packed, piece.first_token, piece.rows, path, client.extent(piece))
-                for piece, path in zip(pieces, paths(self._namespace, tokens, rows), strict=True)
-            ]
-        except BaseException:
-            client.abort(reservation.id)
-            raise
-        client.commit(reservation.id, written)
-        return reservation.end
+            Destination(client, self._namespace, self._label, self.checkpointed).store(tail)
 
     def _count_write(self, stored: bool) -> None:
         with self._lock:
@@ -355,7 +357,3 @@ class Prefix:
         if self._link is not None:
             self._link.close()
         self._askers.shutdown()
-
-
-def _packed(tokens: tuple[int, ...]) -> bytes:
-    return np.asarray(tokens, dtype="<u4").tobytes()

@@ -3,11 +3,12 @@
 import enum
 from dataclasses import dataclass, field
 
+from cachestore.client import MatchKind
 from engine.output import Output
-from engine.pack import PackedRows
+from engine.pack import PackedCheckpoint, PackedRows
 from engine.penalties import Penalizer
 from engine.prefix import Found
-from engine.request import Request, Sink
+from engine.request import Done, FinishReason, Request, Sink, Usage
 from engine.sampling import Sampler
 from engine.stopwatch import Stopwatch
 
@@ -31,7 +32,8 @@ class Row:
     [cached, packed_to)     packed: stored, or on their way there
     [packed_to, ...)        only in the batch
 
-    `packed` are the last of the packed rows: those that no write has taken yet.
+    `packed` are the last of the packed rows, and `checkpoints` the last of those that were taken:
+    what no write has taken yet.
     """
 
     id: int
@@ -39,6 +41,8 @@ class Row:
     sink: Sink
     output: Output
     watch: Stopwatch
+    # Where its prompt stops for checkpoints, unless it is cached beyond.
+    planned: tuple[int, ...] = ()
     state: State = State.LOOKUP
     # None: the cachestore gave no usable answer.
     found: Found | None = None
@@ -50,6 +54,9 @@ class Row:
     cached: int = 0
     packed_to: int = 0
     packed: list[PackedRows] = field(default_factory=list)
+    checkpoints: list[PackedCheckpoint] = field(default_factory=list)
+    # Rows of the prompt that are worth storing: all, or those up to its last checkpoint.
+    prompt_rows: int = 0
     # Length of the path that they are packed for, the same for all of one write: their codecs
     # follow from it.
     path_rows: int = 0
@@ -67,6 +74,20 @@ class Row:
         """Why the row's latest token means nothing, if it does not."""
         choosing = (self.penalizer, self.sampler)
         return next((part.failure for part in choosing if part and part.failure), None)
+
+    @property
+    def match(self) -> MatchKind | None:
+        return self.found.kind if self.found is not None else None
+
+    def done(self, reason: FinishReason, now: float, stop: str = "", stored: int = 0) -> Done:
+        """Its last event. `stored`: of a Warm, how much of its prompt the store holds."""
+        usage = Usage(
+            prompt_tokens=len(self.request.tokens),
+            cached_tokens=self.cached,
+            completion_tokens=len(self.output.tokens),
+            match=self.match,
+        )
+        return Done(reason, stop, usage, self.watch.timing(now), stored)
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -7,14 +7,24 @@ every stream. A prompt is a write of its own, for its end is where another reply
     prompt, after its first token        reply, in whole pieces        the rest, when it is over
     ├── piece ──┼── piece ──┼─ piece ─┤  ├── piece ──┼── piece ──┤  ├──┤
                                  write                              write
+
+Other layers are what they are at one position only: the step that reaches a checkpoint is followed
+by a copy of their state, before the next one, and so is the last step of a reply. Copies wait in
+the row for the write of its rows. Rows behind the last checkpoint are not stored at all.
+
+    prompt                               reply
+    ├───────●──────────────────●────●─┤──────────────────────────────────────────────────────●
+            └ copies, with the rows ┘                        the last one, with all rows before
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 
-from engine.batch import Batch
+from engine.batch import Batch, Reached
+from engine.kv.kinds import NotCacheable
 from engine.prefix import Prefix
-from engine.rows import Row
+from engine.rows import Row, State
+from engine.storing import Tail
 
 log = logging.getLogger(__name__)
 
@@ -31,25 +41,79 @@ class Writeback:
     def __init__(self, prefix: Prefix) -> None:
         self._prefix = prefix
 
-    def step(self, batch: Batch, rows: Iterable[Row]) -> None:
-        """Pack pieces, of the first rows that have some, until they are as much as a whole one."""
+    def begin(self, row: Row) -> None:
+        """Its first rows are cached, or none are."""
+        row.packed_to = row.cached
+        row.prompt_rows = row.cached if self._prefix.checkpointed else len(row.request.tokens)
+
+    def step(self, batch: Batch, rows: Collection[Row], reached: Sequence[Reached] = ()) -> None:
+        """After each step: take the checkpoints that are due, and pack pieces, of the first rows
+        that have some, until they are as much as a whole one."""
+        self._take_checkpoints(batch, rows, reached)
         left = PIECE_ROWS
         for row in rows:
             while left > 0 and (packed := self._pack(batch, row)):
                 left -= packed
 
-    def all(self, batch: Batch, row: Row) -> None:
-        """Pack everything that a row has to store."""
-        while self._pack(batch, row):
-            pass
-
     def cancelled(self, batch: Batch, row: Row) -> None:
         """Pack some of what a cancelled row has computed, so that asking again is a hit."""
         assert row.uid is not None
-        row.rows_final = min(batch.held(row.uid), row.packed_to + CANCELLED_ROWS_MAX)
-        self.all(batch, row)
+        computed = batch.held(row.uid) if row.rows_final is None else row.rows_final
+        self._end(batch, row, min(computed, row.packed_to + CANCELLED_ROWS_MAX))
+        while self._pack(batch, row):
+            pass
         if not is_packed(row):
             self._prefix.give_up(row.found)
+
+    def _take_checkpoints(
+        self, batch: Batch, rows: Collection[Row], reached: Sequence[Reached]
+    ) -> None:
+        positions = {each.uid: each.position for each in reached}
+        kept_bytes = sum(each.nbytes for row in rows for each in row.checkpoints)
+        for row in rows:
+            if row.uid is None or row.rows_final is not None:
+                continue
+            position = positions.get(row.uid)
+            if position is not None and position in row.planned:
+                self._take_checkpoint(batch, row, position, kept_bytes)
+            if row.state is State.LEAVING:
+                self._end(batch, row, batch.held(row.uid), kept_bytes)
+
+    def _take_checkpoint(self, batch: Batch, row: Row, position: int, kept_bytes: int) -> None:
+        """Of a row that is at this position now, unless it was taken already."""
+        assert row.uid is not None
+        last = row.checkpoints[-1].position if row.checkpoints else _written_to(row)
+        crowded = not self._prefix.has_room(kept_bytes)
+        if position <= last or not self._prefix.writes or (crowded and not row.checkpoints):
+            return
+        try:
+            snapshot = batch.snapshot(row.uid, self._prefix.layout)
+            packed = self._prefix.pack_checkpoint(snapshot, position)
+        except Exception as error:
+            said = "no checkpoint at %d, and nothing behind the one before is stored: %s"
+            log.warning(said, position, error, exc_info=not isinstance(error, NotCacheable))
+            return
+        if crowded:
+            row.checkpoints.pop()  # the deepest is worth most
+        row.checkpoints.append(packed)
+        if position <= len(row.request.tokens):
+            row.prompt_rows = position
+
+    def _end(self, batch: Batch, row: Row, end: int, kept_bytes: int = 0) -> None:
+        """Settle how much a row stores at last: its first `end` rows, or those up to the last
+        checkpoint among them."""
+        assert row.uid is not None
+        if self._prefix.checkpointed and end > _written_to(row):
+            if batch.held(row.uid) == end:
+                self._take_checkpoint(batch, row, end, kept_bytes)
+            positions = [each.position for each in row.checkpoints if each.position <= end]
+            if not positions:
+                self._give_up(row)
+                return
+            end = positions[-1]
+        row.rows_final = end
+        if row.packed and end <= row.packed_to:
+            self._hand_over(row, end)
 
     def _pack(self, batch: Batch, row: Row) -> int:
         """Pack the next piece of a row, and hand over what ends with it; its rows, 0 for none.
@@ -68,27 +132,36 @@ class Writeback:
             row.packed += self._prefix.pack(row.path_rows, rows, range(first, end))
         except Exception:
             log.exception("rows could not be packed; they are not stored")
-            self._prefix.give_up(row.found)
-            row.packed_to = row.packed[0].first_token if row.packed else first
-            row.packed, row.rows_final = [], row.packed_to
+            self._give_up(row)
             return 0
         row.packed_to = end
-        if end in (len(row.request.tokens), row.rows_final):
-            report = row.id if row.request.warm else None
-            self._prefix.write(row.tokens[:end], row.packed, row.found, report)
-            row.packed = []
+        if end in (row.prompt_rows, row.rows_final):
+            self._hand_over(row, end)
         return end - first
+
+    def _hand_over(self, row: Row, end: int) -> None:
+        """Give the packed rows before `end` to the writer, with the checkpoints among them."""
+        taken = [each for each in row.checkpoints if each.position <= end]
+        start = row.request.boundaries.conversation_start
+        tail = Tail(row.tokens[:end], tuple(row.packed), tuple(taken), start)
+        self._prefix.write(tail, row.found, row.id if row.request.warm else None)
+        row.packed, row.checkpoints = [], row.checkpoints[len(taken) :]
+
+    def _give_up(self, row: Row) -> None:
+        """Nothing more of a row is stored."""
+        self._prefix.give_up(row.found)
+        row.packed_to = row.rows_final = _written_to(row)
+        row.packed, row.checkpoints = [], []
 
     def _piece_end(self, batch: Batch, row: Row) -> int | None:
         """Where the next piece of a row ends, if it has one now."""
         assert row.uid is not None
-        prompt = len(row.request.tokens)
         held = batch.held(row.uid) if row.rows_final is None else row.rows_final
-        if row.rows_final is None and held < prompt:
+        if row.rows_final is None and held < len(row.request.tokens):
             return None  # still computing
         whole = row.packed_to + PIECE_ROWS
-        if row.packed_to < min(prompt, held):
-            return min(whole, prompt, held)
+        if row.packed_to < min(row.prompt_rows, held):
+            return min(whole, row.prompt_rows, held)
         if row.rows_final is not None:
             return min(whole, held) if row.packed_to < held else None
         # A reply in its beginning may still end as a path of another codec.
@@ -101,9 +174,13 @@ def is_packed(row: Row) -> bool:
     return row.packed_to >= row.rows_final
 
 
+def _written_to(row: Row) -> int:
+    """Rows that are cached, or with the writer."""
+    return row.packed[0].first_token if row.packed else row.packed_to
+
+
 def _path_rows(row: Row, held: int, end: int) -> int:
     """Length of the path that a piece will be committed with, as far as the codec cares."""
-    prompt = len(row.request.tokens)
-    if end > prompt:
+    if end > row.prompt_rows:
         return held if row.rows_final is None else row.rows_final
-    return prompt if row.rows_final is None else min(prompt, row.rows_final)
+    return row.prompt_rows if row.rows_final is None else min(row.prompt_rows, row.rows_final)

@@ -1,6 +1,7 @@
 """A Core that a test drives by hand: every turn, every answer of the store, one thread."""
 
 import itertools
+import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -11,9 +12,11 @@ from mlx_lm.generate import generate_step
 
 from cachestore.client import Lease, MatchKind
 from engine.batch import BatchMode, BatchShape
+from engine.checkpoints import planned
 from engine.config import PrefillStep
 from engine.core import Core
 from engine.kv.history import Rows
+from engine.kv.kinds import Snapshot
 from engine.kv.layout import CacheLayout, probe
 from engine.kv.live import LiveCaches
 from engine.prefix import Found, Prefix
@@ -81,6 +84,18 @@ class PackedPiece:
     first_token: int
     keys: Any
 
+    @property
+    def end(self) -> int:
+        return self.first_token + int(self.keys.shape[1])
+
+
+@dataclass
+class PackedState:
+    position: int
+    # As kinds.snapshot gives it, copied.
+    state: Any
+    nbytes: int = 1000
+
 
 @dataclass
 class Write:
@@ -90,6 +105,8 @@ class Write:
     keys: Any
     report: int | None
     encoded: bool
+    checkpoints: tuple[PackedState, ...]
+    conversation_start: int
 
 
 # Shorter paths are stored without loss.
@@ -101,7 +118,9 @@ class FakePrefix:
     """What Core calls is recorded; its answers are given by the test."""
 
     layout: CacheLayout
+    stride: int = 32
     writes: bool = True
+    room_bytes: float = math.inf
     lookups: list[int] = field(default_factory=list)
     copies: list[tuple[int, Any, bool]] = field(default_factory=list)
     released: list[Found] = field(default_factory=list)
@@ -110,8 +129,24 @@ class FakePrefix:
     # Calls of `pack` that fail, counted from 0.
     fails: Container[int] = ()
     packs: int = 0
+    snapshots: int = 0
 
-    def look_up(self, request_id: int, tokens: tuple[int, ...]) -> None:
+    @property
+    def checkpointed(self) -> bool:
+        return self.layout.checkpointed
+
+    def planned(self, request: Request) -> tuple[int, ...]:
+        if not self.checkpointed:
+            return ()
+        ends = request.boundaries.message_ends
+        return planned(len(request.tokens), ends, self.stride, whole=request.warm)
+
+    def has_room(self, kept_bytes: int) -> bool:
+        return kept_bytes < self.room_bytes
+
+    def look_up(
+        self, request_id: int, tokens: tuple[int, ...], planned: tuple[int, ...] = ()
+    ) -> None:
         self.lookups.append(request_id)
 
     def copy(self, request_id: int, found: Found, block: Any, last: bool) -> None:
@@ -128,23 +163,44 @@ class FakePrefix:
         return path_tokens >= ENCODED_TOKENS_MIN
 
     def pack(self, path_tokens: int, rows: Sequence[Rows], span: range) -> Any:
+        self._count_pack()
+        encoded = path_tokens >= ENCODED_TOKENS_MIN
+        held = next(layer for layer in rows if layer)
+        assert held[0][0].shape[2] == len(span)
+        return [PackedPiece(encoded, span.start, np.array(held[0][0][0]))]
+
+    def pack_checkpoint(self, snapshot: Snapshot, position: int) -> Any:
+        self.snapshots += 1
+        self._count_pack()
+        copied = [
+            [[np.array(array) for array in part] for part in leaf] for leaf in snapshot.leaves
+        ]
+        return PackedState(position, copied)
+
+    def _count_pack(self) -> None:
         self.packs += 1
         if self.packs - 1 in self.fails:
             raise RuntimeError("cannot be encoded")
-        encoded = path_tokens >= ENCODED_TOKENS_MIN
-        return [PackedPiece(encoded, span.start, np.array(rows[0][0][0][0]))]
 
-    def write(
-        self, tokens: tuple[int, ...], packed: list[Any], found: Found | None, report: int | None
-    ) -> None:
-        position = packed[0].first_token
-        for piece in packed:
+    def write(self, tail: Any, found: Found | None, report: int | None) -> None:
+        position = tail.rows[0].first_token
+        for piece in tail.rows:
             assert piece.first_token == position, "pieces follow each other"
-            position += piece.keys.shape[1]
-        assert position == len(tokens)
-        (encoded,) = {piece.encoded for piece in packed}  # all of one codec
-        keys = np.concatenate([piece.keys for piece in packed], axis=1)
-        self.written.append(Write(tokens, packed[0].first_token, keys, report, encoded))
+            position = piece.end
+        assert position >= len(tail.tokens)
+        (encoded,) = {piece.encoded for piece in tail.rows}  # all of one codec
+        keys = np.concatenate([piece.keys for piece in tail.rows], axis=1)
+        first = tail.rows[0].first_token
+        write = Write(
+            tail.tokens,
+            first,
+            keys[:, : len(tail.tokens) - first],
+            report,
+            encoded,
+            tail.checkpoints,
+            tail.conversation_start,
+        )
+        self.written.append(write)
 
 
 class Driven:
@@ -194,7 +250,7 @@ class Driven:
         self.copied()
 
     def miss(self) -> Found:
-        lease = Lease(next(self.lease_ids), MatchKind.MISS, 0, (), 30.0)
+        lease = Lease(next(self.lease_ids), MatchKind.MISS, 0, (), None, 30.0)
         self.made.append(Found(cast(Any, None), lease, None))
         return self.made[-1]
 
@@ -207,7 +263,7 @@ class Driven:
             return made
 
         parts = [FakeBlock() for _ in range(blocks - 1)] + [FakeBlock(broken)]
-        lease = Lease(next(self.lease_ids), MatchKind.PREFIX, rows, (), 30.0)
+        lease = Lease(next(self.lease_ids), MatchKind.PREFIX, rows, (), None, 30.0)
         found = Found(cast(Any, None), lease, cast(Any, FakeAttachment(parts, caches)))
         self.made.append(found)
         return found
