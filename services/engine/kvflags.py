@@ -41,7 +41,7 @@ _FLAGS: Final[Mapping[str, dict[str, Any]]] = {
         "type": whole(1),
         "metavar": "TOKENS",
         "help": f"bound plain layers to the first {kvconfig.WINDOW_KEEP} and the latest tokens, so "
-        "many in all (default: no bound); such caches are not stored yet",
+        "many in all (default: no bound)",
     },
     "--cache-codec": {
         "metavar": "CODEC",
@@ -61,6 +61,13 @@ _FLAGS: Final[Mapping[str, dict[str, Any]]] = {
         "metavar": "K",
         "help": "with a turbo codec: store the first K tokens of every sequence without loss "
         "(default: 0)",
+    },
+    "--checkpoint-stride": {
+        "type": whole(1),
+        "metavar": "TOKENS",
+        "help": "for models with windows or recurrent layers: take a checkpoint of them every so "
+        "many tokens of a prompt, beside those at its messages (at least "
+        f"{config.CHECKPOINT_STRIDE_MIN}; default: {config.CHECKPOINT_STRIDE_DEFAULT})",
     },
     "--max-batch": {
         "type": whole(1),
@@ -91,6 +98,7 @@ def settings_of(flags: argparse.Namespace) -> dict[str, Any]:
         "cache_codec": flags.cache_codec,
         "cache_min_quantize_tokens": flags.cache_min_quantize_tokens,
         "turbo_keep_first": flags.turbo_keep_first,
+        "checkpoint_stride": flags.checkpoint_stride,
         "max_batch": flags.max_batch,
     }
 

@@ -104,6 +104,7 @@ class Engine:
                 frozenset(loaded.eos_token_ids),
             ),
             encoder=PromptEncoder(loaded.tokenizer, loaded.vocabulary_tokens),
+            checkpointed=self.prefix.checkpointed,
         )
         log.info(
             "%s (%s, %s) on %s, %s, ready in %.1f s",
@@ -149,12 +150,14 @@ class Engine:
             layout = probe(caches)
             for note in layout.notes():
                 log.info("layers in the store: %s", note)
-            if layout.checkpointed:
-                raise NotCacheable(f"layers that need checkpoints: {', '.join(layout.notes())}")
         except NotCacheable as error:
-            self.settings.refuse_cache_flags(f"this model is not cached ({error})")
+            reason = f"this model is not cached ({error})"
+            self.settings.refuse_cache_flags(reason)
+            self.settings.refuse_checkpoint_flags(reason)
             log.warning("not cached: %s", error)
             return Prefix(self.worker.post, self.link, not_cached_reason=str(error))
+        if not layout.checkpointed:
+            self.settings.refuse_checkpoint_flags("this model's caches can be cut at any token")
         policy = CodecPolicy.of(
             layout,
             self.settings.codec,
@@ -167,7 +170,15 @@ class Engine:
             return Prefix(self.worker.post, not_cached_reason="--cachestore off")
         for note in policy.codec.notes():
             log.warning("--cache-codec %s: %s", policy.codec.name, note)
-        prefix = Prefix(self.worker.post, self.link, policy, identity.label(loaded.name))
+        if layout.checkpointed:
+            log.info("cached by checkpoints, every %d tokens and at messages", self.settings.stride)
+        prefix = Prefix(
+            self.worker.post,
+            self.link,
+            policy,
+            identity.label(loaded.name),
+            checkpoint_stride=self.settings.stride,
+        )
         # Hashing takes long the first time; until it is done the store is not used.
         threading.Thread(
             target=_identify, args=(prefix, loaded, policy), name="identity", daemon=True

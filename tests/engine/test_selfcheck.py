@@ -8,9 +8,10 @@ import pytest
 from cachestore.client import MatchKind
 from engine.batch import BatchMode
 from engine.kv.history import BatchKVCache
+from engine.kvconfig import KvConfig
 from engine.selfcheck import SelfCheckFailed, check_bounded, choose_mode
 from tests.support.daemons import Cachestore, short_directory, start_cachestore
-from tests.support.engines import InProcess, assert_same, in_process
+from tests.support.engines import assert_same, in_process
 from tests.support.models import (
     CONFIGS,
     VOCABULARY_TOKENS,
@@ -146,16 +147,16 @@ def test_a_model_that_gives_no_numbers_is_refused() -> None:
         choose_mode(Wrapped(lambda logits, _: logits * mx.nan), VOCABULARY_TOKENS)
 
 
-# --- served as they can be, and never cached wrongly -------------------------------------------
+# --- served as they can be, and cached as they can be --------------------------------------------
 
 
-NOT_CACHED = {
-    "gemma3_text": (gemma3_config, "3 x window"),
-    "mamba2": (mamba2_config, "2 x recurrent"),
-    "qwen3_next": (qwen3_next_config, "3 x recurrent"),
-    "lfm2": (lfm2_config, "2 x recurrent"),
-    "llama4": (llama4_config, "3 x chunks"),
-    "nemotron_h": (nemotron_h_config, "2 x recurrent"),
+KINDS = {
+    "gemma3_text": gemma3_config,
+    "mamba2": mamba2_config,
+    "qwen3_next": qwen3_next_config,
+    "lfm2": lfm2_config,
+    "llama4": llama4_config,
+    "nemotron_h": nemotron_h_config,
 }
 PROMPTS = [[(11 * n + n * n * seed) % 256 for n in range(20 * seed)] for seed in (1, 3, 4)]
 TOLERANCE = 2e-4
@@ -167,39 +168,36 @@ def store() -> Iterator[Cachestore]:
         yield daemon
 
 
-@pytest.mark.parametrize("name", NOT_CACHED)
-def test_a_model_that_cannot_be_cached_generates_the_same(
+@pytest.mark.parametrize("name", KINDS)
+def test_a_model_generates_the_same_in_its_mode_cold_and_from_checkpoints(
     directory: Path, store: Cachestore, name: str
 ) -> None:
-    make_config, kinds = NOT_CACHED[name]
-    model = save_tiny_model(directory / "model", make_config())
-    with in_process(model, store.socket) as engine:
+    model = save_tiny_model(directory / "model", KINDS[name]())
+    with in_process(model, store.socket, cache_codec="none") as engine:
         assert engine.engine.served is not None
         assert engine.engine.served.batch_mode == MODES[name].value
-        assert kinds in engine.prefix.status.not_cached_reason
         expected = [engine.alone(tokens, max_tokens=6) for tokens in PROMPTS]
+        for cached in (0, 1):
+            together = [engine.submit(tokens, max_tokens=6) for tokens in PROMPTS]
+            for request_id, tokens, cold in zip(together, PROMPTS, expected, strict=True):
+                reply = engine.finish(request_id)
+                assert_same(reply, cold, TOLERANCE)
+                assert reply.done.usage.cached_tokens == cached * (len(tokens) - 1)
+            engine.settle()
         for tokens, cold in zip(PROMPTS, expected, strict=True):
-            check_uncached(engine, engine.submit(tokens, max_tokens=6), cold)
-        together = [engine.submit(tokens, max_tokens=6) for tokens in PROMPTS]
-        for request_id, cold in zip(together, expected, strict=True):
-            check_uncached(engine, request_id, cold)
-        assert engine.ask(PROMPTS[0], max_tokens=1, warm=True).done.stored_tokens == 0
-    stats = store.stats()
-    assert (stats.tokens, stats.records, list(stats.namespaces)) == (0, 0, [])
-    assert (stats.sessions, stats.leases, stats.reservations) == (0, 0, 0)
-
-
-def check_uncached(engine: InProcess, request_id: int, expected: Any) -> None:
-    reply = engine.finish(request_id)
-    assert_same(reply, expected, TOLERANCE)
-    assert (reply.done.usage.cached_tokens, reply.done.usage.match) == (0, None)
+            reply = engine.ask(tokens, max_tokens=6)
+            assert_same(reply, cold, TOLERANCE)
+            assert reply.done.usage.cached_tokens == len(tokens) - 1
 
 
 def test_a_model_that_is_not_cached_keeps_no_store_awake(
     directory: Path, cachestore: Cachestore
 ) -> None:
-    model = save_tiny_model(directory / "model", mamba2_config())
-    with in_process(model, cachestore.socket):
+    model = save_tiny_model(directory / "model")
+    late = KvConfig((8, 8), quantized_start=40)
+    with in_process(model, cachestore.socket, kv=late, max_batch=1) as engine:
+        reply = engine.ask(PROMPTS[0], max_tokens=1, warm=True)
+        assert (reply.done.stored_tokens, reply.done.usage.match) == (0, None)
         assert cachestore.stats().sessions == 0
 
 

@@ -11,7 +11,9 @@ from engine import backend, cli, config
 from engine.backend import Backend, BackendError
 from engine.config import EngineConfig, Listen, parse_listen
 from engine.flags import ConfigError
+from engine.kv import layout
 from engine.kv.codec import CODECS
+from engine.kv.recurrent import RecurrentCache
 from engine.server import Engine
 from tests.support.models import gpt_bigcode_config, mamba2_config, save_tiny_model
 
@@ -28,6 +30,9 @@ NOWHERE = "unix:/tmp/nobody-is-here.sock"
         ("--cachestore off --idle-exit 5", "--idle-exit", "leave it out"),
         ("--cachestore off --cache-codec q8", "--cache-codec", "leave it out"),
         ("--cachestore off --cache-min-quantize-tokens 0", "--cache-min-quantize-tokens", "leave"),
+        ("--cachestore off --checkpoint-stride 512", "--checkpoint-stride", "leave it out"),
+        ("--checkpoint-stride 255", "--checkpoint-stride", "at least 256"),
+        ("--checkpoint-stride 0", "--checkpoint-stride", "between 1"),
         (f"--cachestore {NOWHERE} --cachestore-budget 1GiB", "--cachestore-budget", "leave"),
         (f"--cachestore {NOWHERE} --idle-exit 5", "--idle-exit", "leave it out"),
         ("--cachestore maybe", "--cachestore", "auto, off and unix:PATH"),
@@ -94,16 +99,25 @@ def settings(model: Path, **fields: object) -> EngineConfig:
     return EngineConfig(str(model), Listen(None, "127.0.0.1:0"), NOWHERE, **fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("field", [{"cache_codec": "q8"}, {"cache_min_quantize_tokens": 0}])
+@pytest.mark.parametrize(
+    "field",
+    [{"cache_codec": "q8"}, {"cache_min_quantize_tokens": 0}, {"checkpoint_stride": 512}],
+)
 def test_how_to_store_is_refused_where_nothing_is_stored(
-    tmp_path: Path, field: dict[str, object]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: dict[str, object]
 ) -> None:
+    monkeypatch.delitem(layout.STATE_KINDS, RecurrentCache)  # type: ignore[arg-type]
     model = save_tiny_model(tmp_path / "model", mamba2_config())
     (name,) = field
     flag = "--" + name.replace("_", "-")
     assert re.match(
-        rf"{flag} .*not cached.*recurrent.*leave it out", failure(settings(model, **field))
+        rf"{flag} .*not cached.*Recurrent.*leave it out", failure(settings(model, **field))
     )
+
+
+def test_a_stride_is_refused_where_no_checkpoint_is_taken(tmp_path: Path) -> None:
+    said = failure(settings(save_tiny_model(tmp_path / "model"), checkpoint_stride=512))
+    assert re.match("--checkpoint-stride .*cut at any token; leave it out", said)
 
 
 def test_more_rows_than_the_model_can_run_are_refused(tmp_path: Path) -> None:
@@ -147,11 +161,13 @@ def test_defaults_are_stated_once(capsys: pytest.CaptureFixture[str]) -> None:
         config.IDLE_EXIT_SECONDS_DEFAULT,
         config.CACHE_CODEC_DEFAULT,
         config.MIN_QUANTIZE_TOKENS_DEFAULT,
+        config.CHECKPOINT_STRIDE_DEFAULT,
     ):
-        assert f"(default: {default}" in said
+        assert re.search(rf"\([^()]*default: {default}", said)
     unsaid = EngineConfig("m", parse_listen("127.0.0.1:0"))
     assert unsaid.codec == config.CACHE_CODEC_DEFAULT
     assert unsaid.min_quantize_tokens == config.MIN_QUANTIZE_TOKENS_DEFAULT
+    assert unsaid.stride == config.CHECKPOINT_STRIDE_DEFAULT
 
 
 # A library that MLX needs is not there, as on a machine with mlx-cuda and no driver.

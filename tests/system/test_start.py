@@ -20,7 +20,7 @@ from engine.remote import connect, model_of
 from engine.v1 import engine_pb2 as pb
 from tests.support.daemons import start_cachestore
 from tests.support.engines import ids, start_engine
-from tests.support.models import mamba2_config, save_tiny_model
+from tests.support.models import save_tiny_model
 from tests.support.waiting import until
 
 ENDING = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
@@ -153,8 +153,9 @@ def test_a_model_that_is_not_there_starts_no_store(
 
 
 def test_a_model_that_is_not_cached_starts_no_store(directory: Path) -> None:
-    model = save_tiny_model(directory / "model", mamba2_config())
-    with start_engine(directory, model) as engine:
+    model = save_tiny_model(directory / "model")
+    late = ("--kv-bits", "8", "--quantized-kv-start", "40", "--max-batch", "1")
+    with start_engine(directory, model, *late) as engine:
         assert engine.generate(prompt=ids([1, 2, 3]), max_tokens=2)[0]
         assert not list(directory.glob("cachestore*"))
 

@@ -1,0 +1,212 @@
+"""Law 1 for models that go on from checkpoints: a hit equals a miss, wherever a prompt parts."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cachestore.client import MatchKind
+from engine.checkpoints import Boundaries
+from engine.config import CHECKPOINT_STRIDE_MIN
+from engine.prefix import Found
+from tests.support.daemons import Cachestore, short_directory, start_cachestore
+from tests.support.engines import InProcess, Reply, assert_same, in_process
+from tests.support.models import (
+    gemma3_config,
+    llama4_config,
+    mamba2_config,
+    qwen3_next_config,
+    save_tiny_model,
+)
+
+STRIDE = CHECKPOINT_STRIDE_MIN
+SAME_CUTS = 1e-5
+OTHER_CUTS = 2e-4
+
+CONFIGS = {
+    "gemma3_text": gemma3_config(),
+    "qwen3_next": qwen3_next_config(),
+    "mamba2": mamba2_config(),
+    "llama4": llama4_config(),
+}
+
+
+@dataclass
+class Pair:
+    """Two engines on the same weights, one with a store and one without."""
+
+    warm: InProcess
+    cold: InProcess
+    store: Cachestore
+
+    def stored(self, tokens: list[int], max_tokens: int = 1) -> Reply:
+        reply = self.warm.ask(tokens, max_tokens)
+        self.warm.settle()
+        return reply
+
+    def check(self, tokens: list[int], kind: MatchKind, cached: int) -> None:
+        """A request is served so, and as if it were cold."""
+        reply = self.warm.ask(tokens)
+        self.warm.settle()
+        usage = reply.done.usage
+        assert (usage.match, usage.cached_tokens) == (kind, cached)
+        assert_same(reply, self.cold.ask(tokens), OTHER_CUTS)
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with short_directory() as directory:
+        model = save_tiny_model(directory / "model", CONFIGS[request.param])
+        with (
+            start_cachestore(directory, budget="256MiB") as store,
+            in_process(model, store.socket, cache_codec="none", checkpoint_stride=STRIDE) as warm,
+            in_process(model, None) as cold,
+        ):
+            yield Pair(warm, cold, store)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return [int(t) for t in np.random.default_rng(seed).integers(0, 256, length)]
+
+
+def test_the_same_prompt_again_is_the_same_to_the_last_bits(pair: Pair) -> None:
+    tokens = prompt(1, 290)
+    first = pair.stored(tokens, max_tokens=6)
+    assert first.done.usage.match is MatchKind.MISS
+    assert_same(first, pair.cold.ask(tokens, max_tokens=6), OTHER_CUTS)
+    for _ in range(2):
+        again = pair.stored(tokens, max_tokens=6)
+        assert (again.done.usage.match, again.done.usage.cached_tokens) == (
+            MatchKind.SUPERSEQUENCE,
+            289,
+        )
+        assert_same(again, first, SAME_CUTS)
+    assert pair.warm.prefix.status.writes_dropped == 0
+
+
+def test_a_match_is_worth_its_deepest_checkpoint(pair: Pair) -> None:
+    tokens = prompt(2, 2 * STRIDE + 40)
+    other = [(t + 1) % 256 for t in tokens]
+    pair.stored(tokens)  # checkpoints at 256, 512, 551 and 552
+    pair.check([*tokens, *other[:9]], MatchKind.PREFIX, 552)
+    pair.check([*tokens[:551], other[551], 3], MatchKind.LCP, 551)
+    pair.check([*tokens[:550], other[550], 3], MatchKind.LCP, 512)
+    pair.check([*tokens[:512], other[512]], MatchKind.LCP, 512)
+    pair.check([*tokens[:511], other[511]], MatchKind.LCP, 256)
+    # Now there is one at 511 too.
+    pair.check(tokens[:512], MatchKind.SUPERSEQUENCE, 511)
+    pair.check([*tokens[:100], other[100]], MatchKind.MISS, 0)
+
+
+def test_a_chat_goes_on_from_its_reply_and_others_from_its_system_prompt(pair: Pair) -> None:
+    system = prompt(3, 90)
+    tokens = [*system, *prompt(4, 30)]
+    for turn in range(3):
+        ends = Boundaries((90, len(tokens) - 3), 118)
+        reply = pair.warm.ask(tokens, max_tokens=8, boundaries=ends)
+        pair.warm.settle()
+        assert reply.done.usage.cached_tokens == (0 if turn == 0 else len(tokens) - 7)
+        assert_same(reply, pair.cold.ask(tokens, max_tokens=8), OTHER_CUTS)
+        tokens = tokens + reply.tokens[:8] + prompt(5 + turn, 7)
+    # The reply is left out: the last message is gone on from.
+    again = [*tokens[:117], *prompt(9, 12)]
+    pair.check(again, MatchKind.LCP, 117)
+    pair.check([*system, *prompt(10, 12)], MatchKind.LCP, 90)
+
+
+def test_warm_says_what_a_lookup_finds(pair: Pair) -> None:
+    tokens = prompt(11, 130)
+    for _ in range(2):
+        reply = pair.warm.ask(tokens, max_tokens=1, warm=True)
+        assert reply.done.stored_tokens == 130
+    assert reply.done.usage.cached_tokens == 129
+    pair.check([*tokens, 7], MatchKind.PREFIX, 130)
+
+
+@pytest.mark.parametrize("staggered", [False, True])
+def test_hits_and_misses_of_mixed_lengths_in_one_batch(pair: Pair, staggered: bool) -> None:
+    stored = prompt(12 + staggered, STRIDE + 40)
+    pair.stored(stored)
+    requests = [stored[:n] + prompt(20 + n, 6) for n in (17, 256, 280, 296)]
+    requests += [prompt(30 + n, n) for n in (1, 2, 9, 70)]
+    np.random.default_rng(staggered).shuffle(requests)
+    started = []
+    for tokens in requests:
+        request_id = pair.warm.submit(tokens, max_tokens=6)
+        if staggered:
+            pair.warm.next_event(request_id)  # joins while the others decode
+        started.append(request_id)
+    cached = 0
+    for request_id, tokens in zip(started, requests, strict=True):
+        reply = pair.warm.finish(request_id)
+        cached += reply.done.usage.cached_tokens
+        assert_same(reply, pair.cold.alone(tokens, max_tokens=6), OTHER_CUTS)
+    assert cached >= 256 + 256 + 296
+
+
+def stored_bytes(pair: Pair, tokens: list[int]) -> list[str]:
+    """Hashes of the records of rows, and of the checkpoint at their end."""
+    found: Found = pair.warm.prefix._find((*tokens, 0))
+    try:
+        assert found.lease.rows == len(tokens)
+        assert found.lease.checkpoint is not None
+        held = [*found.lease.spans, found.lease.checkpoint]
+        return [hashlib.sha256(found.client.record(each)).hexdigest() for each in held]
+    finally:
+        pair.warm.engine.link.drop(found.lease.id)  # type: ignore[union-attr]
+
+
+def test_stored_bytes_are_not_changed_by_requests_that_use_them(pair: Pair) -> None:
+    tokens = prompt(40, STRIDE + 60)
+    pair.stored(tokens)
+    lengths = (STRIDE, STRIDE + 59, STRIDE + 60)
+    before = [stored_bytes(pair, tokens[:length]) for length in lengths]
+    started = [pair.warm.submit([*tokens[:length], 7, 8], max_tokens=20) for length in lengths]
+    for request_id, length in zip(started, lengths, strict=True):
+        assert pair.warm.finish(request_id).done.usage.cached_tokens == length
+    pair.warm.settle()
+    assert [stored_bytes(pair, tokens[:length]) for length in lengths] == before
+
+
+@pytest.mark.parametrize("events", [0, 1, 4])
+def test_a_cancelled_request_leaves_checkpoints_that_are_right(pair: Pair, events: int) -> None:
+    tokens = prompt(50 + events, 300)
+    request_id = pair.warm.submit(tokens, max_tokens=400)
+    for _ in range(events):
+        pair.warm.next_event(request_id)
+    pair.warm.engine.worker.cancel(request_id)
+    pair.warm.settle()
+    longer = [*tokens, *prompt(60, 5)]
+    reply = pair.warm.ask(longer)
+    assert reply.done.usage.cached_tokens >= (299 if events else 0)
+    assert_same(reply, pair.cold.ask(longer), OTHER_CUTS)
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        {"cache_codec": "q8"},
+        # Rows before it are another record, and another reservation.
+        {"cache_codec": "turbo3", "turbo_keep_first": 100},
+        {"cache_codec": "q8", "cache_min_quantize_tokens": 350},
+    ],
+    ids=["q8", "turbo3 behind 100", "q8 from 350"],
+)
+def test_checkpoints_of_every_codec_are_found(
+    directory: Path, cachestore: Cachestore, codec: dict[str, Any]
+) -> None:
+    model = save_tiny_model(directory / "model", gemma3_config())
+    with in_process(model, cachestore.socket, **codec) as engine:
+        tokens = prompt(70, 400)
+        engine.ask(tokens, boundaries=Boundaries((60, 390), 390))
+        engine.settle()
+        for length, cached in ((61, 60), (100, 60), (395, 390), (400, 399)):
+            reply = engine.ask([*tokens[: length - 1], 3])
+            assert reply.done.usage.cached_tokens == cached
+            assert np.isfinite(reply.logprobs).all()
+            engine.settle()
+        assert engine.prefix.status.writes_dropped == 0
