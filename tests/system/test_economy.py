@@ -1,6 +1,6 @@
 """What is stored, how often, and in how many bytes: real daemons, the codec's formula."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,27 +131,36 @@ def test_other_content_or_policy_never_hits(cachestore: Cachestore) -> None:
             "other depth": save_tiny_model(directory / "d", llama_config(layers=3)),
         }
 
-        def adapter(name: str, seed: int) -> tuple[str, str]:
-            return "--adapter-path", str(save_tiny_adapter(directory / name, seed=seed))
+        def adapter(name: str, seed: int) -> Callable[[], tuple[str, ...]]:
+            return lambda: (
+                "--adapter-path",
+                str(save_tiny_adapter(directory / name, seed=seed)),
+            )
+
+        def flags(*words: str) -> Callable[[], tuple[str, ...]]:
+            return lambda: words
 
         runs = [
-            ("same", (), False),
-            ("same", (), True),
-            ("same, elsewhere", (), True),
-            ("other weights", (), False),
-            ("other depth", (), False),
-            ("same", ("--cache-codec", "none"), False),
-            ("same", ("--cache-min-quantize-tokens", "9"), False),
+            ("same", flags(), False),
+            ("same", flags(), True),
+            ("same, elsewhere", flags(), True),
+            ("other weights", flags(), False),
+            ("other depth", flags(), False),
+            ("same", flags("--cache-codec", "none"), False),
+            ("same", flags("--cache-min-quantize-tokens", "9"), False),
             ("same", adapter("a1", 1), False),
             ("same", adapter("a2", 2), False),
             ("same", adapter("a1 again", 1), True),
-            ("same", (), True),
+            # Trained on, and saved in the place of the one before.
+            ("same", adapter("a1", 3), False),
+            ("same", flags(), True),
         ]
-        for number, (name, flags, hits) in enumerate(runs):
-            with start_engine(directory, models[name], *where, *flags, name=f"e{number}") as engine:
+        for number, (name, more, hits) in enumerate(runs):
+            words = (*where, *more())
+            with start_engine(directory, models[name], *words, name=f"e{number}") as engine:
                 held = cachestore.stats().tokens
                 done = engine.generate(prompt=prompt, max_tokens=2)[2]
-                assert (name, flags, bool(done.usage.cached_tokens)) == (name, flags, hits)
+                assert (number, bool(done.usage.cached_tokens)) == (number, hits)
                 if not hits:
                     wait_stored(cachestore, held + 300)
 
