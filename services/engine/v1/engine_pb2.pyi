@@ -634,7 +634,7 @@ class WarmResponse(_message.Message):
     TIMING_FIELD_NUMBER: _builtins.int
     STORED_TOKENS_FIELD_NUMBER: _builtins.int
     stored_tokens: _builtins.int
-    """Tokens of the prompt that the cachestore holds now."""
+    """Tokens of the prompt that the cachestore holds now, as far as a request can go on from them."""
     @_builtins.property
     def usage(self) -> Global___Usage:
         """completion_tokens is 0."""
