@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cachestore.store import Store
-from tests.support.stores import OTHER_NAMESPACE, Bench, tiny_config
+from tests.support.stores import NAMESPACE, OTHER_NAMESPACE, Bench, tiny_config
 
 # Rows take 256 bytes for four of them, checkpoints 512.
 ROOMY = tiny_config(slabs=8, slab_bytes=4096)
@@ -41,11 +41,13 @@ def test_checkpoints_leave_by_their_own_last_use_and_take_their_rows_along() -> 
     left = []
     for first in range(300, 380, 4):
         bench.write(range(first, first + 4), OTHER_NAMESPACE)
-        found = bench.store.statistics(0.0)
-        left.append((found.checkpoints_evicted, found.evictions))
+        entries = bench.store.catalog(0.0).entries(NAMESPACE, 0, 100, 0.0)
+        checkpoints = tuple(entry.span.record_id for entry in entries if entry.checkpoint)
+        left.append((checkpoints, bench.store.statistics(0.0).evictions))
     # The one at 4 first; then that of `two`, with its rows; then that of `one`, with all before.
-    assert left == [(0, 0)] * 7 + [(1, 0)] * 2 + [(2, 1)] * 3 + [(3, 3)] * 4 + [
-        (3, evictions) for evictions in range(4, 8)
+    assert left == [
+        *([((3, 4, 6), 0)] * 7 + [((4, 6), 0)] * 2 + [((4,), 1)] * 3 + [((), 3)] * 4),
+        *(((), evictions) for evictions in range(4, 8)),
     ]
     assert bench.peek(trunk, checkpoints=[]) == 0
     bench.store.check()
@@ -121,6 +123,15 @@ def test_more_than_the_bound_at_once_stay_until_the_next_commit(bench: Bench) ->
     assert bench.store.statistics(0.0).checkpoints == 15
     bench.write(range(16), checkpoints=[16])
     assert bench.store.statistics(0.0).checkpoints == 1 + 8
+
+
+def test_one_that_somebody_else_has_just_committed_counts_as_ours() -> None:
+    bench = Bench(Store(replace(ROOMY, checkpoints_max=2)))
+    bench.write(range(2), checkpoints=[1])
+    late = bench.reserve(range(10), checkpoints=[4, 8, 10])
+    bench.write(range(4), checkpoints=[4])
+    assert bench.commit_all(late).checkpoints == 2
+    assert [bench.peek(range(n), checkpoints=[]) for n in (4, 8, 10)] == [4, 8, 10]
 
 
 def test_what_is_leased_or_pinned_is_never_too_many() -> None:

@@ -36,7 +36,8 @@ from tests.support.stores import (
 )
 
 NAMESPACES = st.sampled_from(sorted(ROW_BYTES))
-SEQUENCES = st.lists(st.integers(0, 2), min_size=1, max_size=18).map(tuple)
+TOKENS_MAX = 18
+SEQUENCES = st.lists(st.integers(0, 2), min_size=1, max_size=TOKENS_MAX).map(tuple)
 ENDS = st.lists(st.integers(0, 2), max_size=6).map(tuple)
 SESSIONS_MAX = 3
 CHECKPOINTS_MAX = 2
@@ -202,6 +203,14 @@ class StoreMachine(RuleBasedStateMachine):
         positions = positions_of(data, namespace, ids)
         self.look(session, namespace, ids, limit, announce, positions)
 
+    @precondition(lambda self: self.ledger.held(CHECKPOINTED))
+    @rule(data=st.data(), tail=ENDS, writing=st.booleans())
+    def go_on_from_a_checkpoint(self, data: st.DataObject, tail: Ids, writing: bool) -> None:
+        """What is drawn at random seldom meets one."""
+        held = sorted(self.ledger.held(CHECKPOINTED))
+        ids = (data.draw(st.sampled_from(held)) + tail)[:TOKENS_MAX]
+        (self.write if writing else self.lookup)(data, CHECKPOINTED, ids)
+
     def look(
         self,
         session: int,
@@ -342,6 +351,8 @@ class StoreMachine(RuleBasedStateMachine):
     def leased_rows_are_intact(self) -> None:
         for reader in self.readers:
             assert read(self.bench, reader.namespace, reader.match) == reader.rows
+            checkpoint = reader.match.checkpoint
+            assert checkpoint is None or checkpoint.record_id in self.store.stored
 
     @invariant()
     def pinned_records_are_held(self) -> None:
