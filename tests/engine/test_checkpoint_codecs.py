@@ -8,7 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from engine import pack
+from cachestore.record import RecordError
+from engine import attach, pack
 from engine.kv import kinds, routing
 from engine.kv.attention import PackedMatmul
 from engine.kv.codec import CodecError, CodecPolicy, plan_codec
@@ -21,7 +22,7 @@ from engine.kv.rotating import WindowKVCache
 from engine.kv.states import Chunk, Window
 from engine.kv.turboquant import TurboQuant
 from engine.kvconfig import KvConfig
-from tests.support.checkpoints import feed, save
+from tests.support.checkpoints import feed, path_at, save
 from tests.support.models import (
     gemma3_config,
     llama4_config,
@@ -208,6 +209,23 @@ def test_the_policy_of_checkpoints_is_part_of_the_identity(gemma: Any) -> None:
     policies = [CodecPolicy.of(layout, name) for name in ("none", "q8", "turbo3")]
     policies.append(replace(policies[-1], keep_first=4))
     assert len({repr(policy.describe()) for policy in policies}) == len(policies)
+
+
+def test_a_checkpoint_of_another_codec_or_a_row_in_its_place_is_refused(gemma: Any) -> None:
+    """Both say that they are of the right tokens."""
+    layout = probe(LiveCaches(gemma))
+    policy = CodecPolicy.of(layout, "none")
+    encoding = CodecPolicy.of(layout, "q8", min_quantize_tokens=0)
+    caches = LiveCaches(gemma).fresh()
+    feed(gemma, caches, TOKENS[:21])
+    rows = save(policy, caches, TOKENS, 21).rows
+    last = pack.pack(policy.codec, kinds.rows(layout, caches, 0, 20, 21), range(20, 21))
+    extent, path = memoryview(bytearray(100_000)), path_at(TOKENS, 21)
+    pack.write([last], 20, 1, path, extent)
+    other = save(encoding, caches, TOKENS, 21).checkpoint
+    for wrong in (other, attach.Source(extent, 0, 1, path)):
+        with pytest.raises(RecordError, match="a checkpoint of another layout"):
+            attach.plan(policy, rows, wrong)
 
 
 def test_only_the_packed_copy_remains() -> None:
