@@ -68,11 +68,14 @@ class StoreConfig:
         wanted = min(SLAB_BYTES_MAX, self.budget_bytes // SLABS_PER_BUDGET_MIN)
         return wanted // SLAB_UNIT_BYTES * SLAB_UNIT_BYTES
 
-    def next_slab_bytes(self, bytes_slabs: int) -> int:
-        """Size of the slab that may be added to `bytes_slabs`; 0 when the budget is used up.
+    def next_slab_bytes(self, bytes_slabs: int, longest: int) -> int:
+        """Size of the slab that may be added to `bytes_slabs` for extents, the longest of which has
+        so many bytes; 0 when the budget is used up.
 
-        The last slab may be smaller than the others, so that little of the budget lies idle.
+        Larger than others for a checkpoint that would not fit one. The last slab may be smaller
+        than the others, so that little of the budget lies idle.
         """
         unit = min(SLAB_UNIT_BYTES, self.slab_bytes)
         left = self.budget_bytes - bytes_slabs
-        return min(self.slab_bytes, left // unit * unit)
+        wanted = max(self.slab_bytes, -(-longest // unit) * unit)
+        return min(wanted, left // unit * unit)

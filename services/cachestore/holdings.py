@@ -295,7 +295,7 @@ class Holdings:
         The slab is asked for by the longest extent also when only shorter ones are left: so no
         slab is asked for after an eviction.
         """
-        slab_bytes = self._config.next_slab_bytes(self.arena.bytes_slabs)
+        slab_bytes = self._config.next_slab_bytes(self.arena.bytes_slabs, longest)
         if slab_bytes >= longest and self.growing:
             raise NeedSlab(slab_bytes)
         if not self.arena.could_hold(lengths, self.inventory.pinned_extents):

@@ -1,7 +1,7 @@
 import pytest
 
 from cachestore.budget import default_budget_bytes, parse_budget, parse_bytes, physical_memory_bytes
-from cachestore.config import GIB, KIB, MIB, StoreConfig
+from cachestore.config import GIB, KIB, MIB, SLAB_UNIT_BYTES, StoreConfig
 
 
 @pytest.mark.parametrize(
@@ -64,10 +64,16 @@ def test_a_budget_too_small_names_the_flag() -> None:
 def test_slabs_are_an_eighth_of_the_budget_up_to_a_limit(budget: int, slab: int) -> None:
     config = StoreConfig(budget)
     assert config.slab_bytes == slab
-    assert config.next_slab_bytes(0) == slab
+    assert config.next_slab_bytes(0, longest=slab) == slab
 
 
 def test_the_last_slab_takes_what_is_left_in_whole_pages() -> None:
     config = StoreConfig(budget_bytes=2 * GIB + 100 * MIB + 5)
-    assert config.next_slab_bytes(2 * GIB) == 100 * MIB
-    assert config.next_slab_bytes(2 * GIB + 100 * MIB) == 0
+    assert config.next_slab_bytes(2 * GIB, longest=1) == 100 * MIB
+    assert config.next_slab_bytes(2 * GIB + 100 * MIB, longest=1) == 0
+
+
+def test_a_slab_is_as_large_as_what_has_to_fit_it() -> None:
+    config = StoreConfig(budget_bytes=2 * GIB)
+    assert config.next_slab_bytes(0, longest=300 * MIB + 1) == 300 * MIB + SLAB_UNIT_BYTES
+    assert config.next_slab_bytes(GIB + 800 * MIB, longest=300 * MIB) == 224 * MIB

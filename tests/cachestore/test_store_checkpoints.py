@@ -7,6 +7,7 @@ import pytest
 from cachestore.store import (
     Match,
     MatchKind,
+    NeedSlab,
     NewCheckpoint,
     Query,
     RefusalCode,
@@ -228,11 +229,30 @@ def test_more_than_64_at_once_are_refused(bench: Bench) -> None:
                 bench.store.lookup(bench.session, query, 0.0)
 
 
-@pytest.mark.parametrize("nbytes", [4097, 2**63])
-def test_a_checkpoint_larger_than_a_slab_is_refused(bench: Bench, nbytes: int) -> None:
-    new = (NewCheckpoint(4, nbytes),)
+def test_a_checkpoint_larger_than_a_slab_gets_a_larger_one(bench: Bench) -> None:
+    asked = target(checkpoints=(NewCheckpoint(4, 4097),))
+    with pytest.raises(NeedSlab) as need:
+        bench.store.reserve(bench.session, asked, 0.0)
+    assert need.value.bytes == 2 * 4096
+    bench.store.add_slab(need.value.bytes)
+    (staged,) = bench.store.reserve(bench.session, asked, 0.0).checkpoints
+    assert staged.extent.length == 4096 + 256
+    bench.store.check()
+
+
+def test_a_checkpoint_larger_than_the_slabs_of_a_full_store_evicts_nothing(bench: Bench) -> None:
+    bench.write(range(8 * 4 * 16), OTHER_NAMESPACE)
+    assert bench.store.statistics(0.0).bytes_free == 0
+    with pytest.raises(Refused) as refusal:
+        bench.store.reserve(bench.session, target(checkpoints=(NewCheckpoint(4, 4097),)), 0.0)
+    assert refusal.value.code is RefusalCode.RESOURCE_EXHAUSTED
+    assert bench.store.statistics(0.0).evictions == 0
+    bench.store.check()
+
+
+def test_a_checkpoint_larger_than_the_budget_is_refused(bench: Bench) -> None:
     with pytest.raises(Refused, match="--budget") as refusal:
-        bench.store.reserve(bench.session, target(checkpoints=new), 0.0)
+        bench.store.reserve(bench.session, target(checkpoints=(NewCheckpoint(4, 2**63),)), 0.0)
     assert refusal.value.code is RefusalCode.RESOURCE_EXHAUSTED
     assert bench.store.statistics(0.0).writes.refused == 1
     bench.store.check()

@@ -518,8 +518,8 @@ class NewCheckpoint(_message.Message):
     position: _builtins.int
     """Tokens before it, 1 to the number of tokens."""
     bytes: _builtins.int
-    """Bytes that its record stream takes at most: above 0, and no more than a slab has
-    (RESOURCE_EXHAUSTED).
+    """Bytes that its record stream takes at most, above 0. One larger than the daemon's slabs gets
+    a slab of its own, as long as the budget has room for that (RESOURCE_EXHAUSTED).
     """
     def __init__(
         self,
