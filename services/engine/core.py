@@ -267,7 +267,7 @@ class Core:
 
     def _write_back(self, reached: Sequence[Reached]) -> None:
         """After all tokens of the step are sent: nobody's reply waits for a write."""
-        self._writeback.step(self._batch, self._by_uid.values(), reached)
+        self._writeback.step(self._batch, self._by_uid, reached)
         self._let_leave()
         self._remove_left()
 

@@ -79,10 +79,11 @@ class PrefixStatus:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Write:
-    """`found`: under whose lease the rows are computed; `report`: the request that waits for the
-    outcome."""
+    """`nbytes`: of what is packed; `found`: under whose lease the rows are computed; `report`: the
+    request that waits for the outcome."""
 
     tail: Tail
+    nbytes: int
     found: Found | None
     report: int | None
 
@@ -143,7 +144,7 @@ class Prefix:
     @property
     def _backlog_bytes(self) -> int:
         with self._lock:
-            return sum(write.tail.nbytes for write in self._pending)
+            return sum(write.nbytes for write in self._pending)
 
     @property
     def _usable(self) -> bool:
@@ -312,7 +313,7 @@ class Prefix:
 
     def write(self, tail: Tail, found: Found | None, report: int | None) -> None:
         """Store the end of a sequence. With `report`, posts `stored` for that request."""
-        write = _Write(tail, found, report)
+        write = _Write(tail, tail.nbytes, found, report)
         with self._lock:
             self._pending[write] = self._writer.submit(self._write, write)
 

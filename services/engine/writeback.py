@@ -18,7 +18,7 @@ the row for the write of its rows. Rows behind the last checkpoint are not store
 """
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 from engine.batch import Batch, Reached
 from engine.kv.kinds import NotCacheable
@@ -46,12 +46,12 @@ class Writeback:
         row.packed_to = row.cached
         row.prompt_rows = row.cached if self._prefix.checkpointed else len(row.request.tokens)
 
-    def step(self, batch: Batch, rows: Collection[Row], reached: Sequence[Reached] = ()) -> None:
-        """After each step: take the checkpoints that are due, and pack pieces, of the first rows
-        that have some, until they are as much as a whole one."""
+    def step(self, batch: Batch, rows: Mapping[int, Row], reached: Sequence[Reached] = ()) -> None:
+        """After each step, with all rows by their uids: take the checkpoints that are due, and
+        pack pieces, of the first rows that have some, until they are as much as a whole one."""
         self._take_checkpoints(batch, rows, reached)
         left = PIECE_ROWS
-        for row in rows:
+        for row in rows.values():
             while left > 0 and (packed := self._pack(batch, row)):
                 left -= packed
 
@@ -66,18 +66,22 @@ class Writeback:
             self._prefix.give_up(row.found)
 
     def _take_checkpoints(
-        self, batch: Batch, rows: Collection[Row], reached: Sequence[Reached]
+        self, batch: Batch, rows: Mapping[int, Row], reached: Sequence[Reached]
     ) -> None:
-        positions = {each.uid: each.position for each in reached}
-        kept_bytes = sum(each.nbytes for row in rows for each in row.checkpoints)
-        for row in rows:
-            if row.uid is None or row.rows_final is not None:
-                continue
-            position = positions.get(row.uid)
-            if position is not None and position in row.planned:
-                self._take_checkpoint(batch, row, position, kept_bytes)
-            if row.state is State.LEAVING:
-                self._end(batch, row, batch.held(row.uid), kept_bytes)
+        unsettled = {uid: row for uid, row in rows.items() if row.rows_final is None}
+        due = [
+            each
+            for each in reached
+            if each.uid in unsettled and each.position in rows[each.uid].planned
+        ]
+        over = [uid for uid, row in unsettled.items() if row.state is State.LEAVING]
+        if not due and not over:
+            return
+        kept_bytes = sum(each.nbytes for row in rows.values() for each in row.checkpoints)
+        for each in due:
+            self._take_checkpoint(batch, rows[each.uid], each.position, kept_bytes)
+        for uid in over:
+            self._end(batch, rows[uid], batch.held(uid), kept_bytes)
 
     def _take_checkpoint(self, batch: Batch, row: Row, position: int, kept_bytes: int) -> None:
         """Of a row that is at this position now, unless it was taken already."""
