@@ -108,7 +108,7 @@ def answering(flags: argparse.Namespace) -> Iterator[engine_pb2_grpc.EngineStub]
                 )
             for number in (signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, _leave)
-            started = EngineProcess(listen, [*words, "--log-level", "warning"])
+            started = EngineProcess(listen, words)
             stack.callback(started.stop)
             started.wait_ready()
         yield stack.enter_context(connect(listen))

@@ -95,9 +95,7 @@ def _phases(flags: argparse.Namespace, directory: Path, say: Callable[[str], Non
     with (directory / "engine.log").open("ab") as log:
         say(f"Starting an engine with {flags.model}; it starts a cachestore ...")
         # What the engine says goes to the terminal the first time: it may have to download.
-        engine = EngineProcess(
-            listen, [*arguments, "--log-level", "warning"], environment=environment
-        )
+        engine = EngineProcess(listen, arguments, environment=environment)
         try:
             reason = engine.wait_ready().not_cached_reason
             if reason:

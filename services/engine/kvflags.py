@@ -104,9 +104,11 @@ def settings_of(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def serve_words(model: str, listen: Listen, flags: argparse.Namespace) -> list[str]:
-    """Arguments for `engine serve`. Raises ConfigError for what no engine can use."""
+    """Arguments for `engine serve`, which says what became of flags when some are given. Raises
+    ConfigError for what no engine can use."""
     EngineConfig(model, listen, **settings_of(flags))
-    return ["--model", model, *itertools.chain(*_given(flags))]
+    given = list(itertools.chain(*_given(flags)))
+    return ["--model", model, *given, "--log-level", "info" if given else "warning"]
 
 
 def refuse(flags: argparse.Namespace, reason: str) -> None:

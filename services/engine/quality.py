@@ -179,7 +179,8 @@ def _live_policies(
                 raise
             continue
         name = f"kv-bits {bits[0]},{bits[1]}" + rotate * " rotated"
-        policies.append(scoring.LivePolicy(name, caches, probe(caches)))
+        step = PREFILL_STEPS[device].idle
+        policies.append(scoring.LivePolicy(name, caches, probe(caches), step))
     return policies
 
 

@@ -3,10 +3,10 @@
 The text is cut into windows:
 
     ├───────── prefix ─────────┼───────── rest ─────────┤
-    computed in full precision  fed behind the prefix's rows as each policy gives
-                                them back: each token predicts the next one
+    held by each policy         fed behind it: each token predicts the next one
 
-A policy says how a prefix is held: in records of a codec, or in a live cache of its own class.
+A policy says how a prefix is held: in records of a codec, computed in full precision and given back
+as a hit is; or in live caches, computed by attending to what they hold.
 """
 
 import math
@@ -77,11 +77,13 @@ class StorePolicy:
 
 @dataclass(frozen=True, slots=True)
 class LivePolicy:
-    """As a quantized live cache holds it, and all that follows."""
+    """As a quantized live cache holds it, and all that follows. `step`: prompt tokens of one
+    forward."""
 
     name: str
     live: LiveCaches
     layout: CacheLayout
+    step: int
 
     def bytes_per_token(self, rows: int) -> float:
         # The store keeps these rows as they are.
@@ -89,8 +91,7 @@ class LivePolicy:
 
     def caches(self, prefix: Prefix) -> list[Any]:
         caches = self.live.fresh()
-        for cache, (keys, values) in zip(caches, prefix.layers, strict=True):
-            cache.update_and_fetch(keys, values)
+        _feed(self.live.model, caches, prefix.tokens, self.step)
         return caches
 
 
@@ -217,13 +218,17 @@ class _Tally:
 def _prefill(model: Any, tokens: tuple[int, ...], step: int) -> tuple[Prefix, list[Any]]:
     """The prefix, and the caches that computed it."""
     caches = make_prompt_cache(model)
-    for first in range(0, len(tokens), step):
-        model(mx.array([tokens[first : first + step]]), cache=caches)
-        mx.eval([cache.state for cache in caches])
+    _feed(model, caches, tokens, step)
     rows = len(tokens)
     layers = tuple((cache.keys[:, :, :rows], cache.values[:, :, :rows]) for cache in caches)
     mx.eval(layers)
     return Prefix(tokens, layers), caches
+
+
+def _feed(model: Any, caches: list[Any], tokens: tuple[int, ...], step: int) -> None:
+    for first in range(0, len(tokens), step):
+        model(mx.array([tokens[first : first + step]]), cache=caches)
+        mx.eval([cache.state for cache in caches])
 
 
 def _logprobs(model: Any, caches: list[Any], rest: tuple[int, ...]) -> mx.array:

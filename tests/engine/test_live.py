@@ -153,7 +153,7 @@ def test_a_late_start_says_where() -> None:
 
 def test_layers_without_rows_stay_as_they_are() -> None:
     caches = choose(qwen3_next_config(), KvConfig((8, 8)))
-    assert kinds(caches) == {"ArraysCache": 3, QuantizedKVCache.__name__: 1}
+    assert kinds(caches) == {"RecurrentCache": 3, QuantizedKVCache.__name__: 1}
     assert caches.notes() == [
         "3 x ArraysCache: as mlx-lm has it (not rows of tokens)",
         "1 x KVCache: keys 8 bits, values 8 bits, groups of 64",

@@ -206,4 +206,4 @@ def test_a_model_that_cannot_be_stored_is_an_error(
 ) -> None:
     model = save_tiny_model(tmp_path / "model", mamba2_config())
     assert run("quality", "--model", model) == 2
-    assert "cannot be stored" in capsys.readouterr().err
+    assert "cannot be measured" in capsys.readouterr().err

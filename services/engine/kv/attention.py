@@ -285,11 +285,13 @@ STRATEGIES: Final[Mapping[str, Strategy]] = {
 #
 # With one query dequantizing is at best a third faster, for 8 bits, and takes five times the
 # memory of the packed rows for each layer; so packed. On CUDA whole decode steps were measured
-# (`python -m benchmarks.decode`; docs/benchmarks.md has both). Metal is not measured yet.
+# (`python -m benchmarks.decode`; docs/benchmarks.md has both). Metal is not measured yet. A chunk
+# of a prompt is multiplied with packed rows nowhere: scores of 2,048 queries of 32 heads behind
+# 40,000 columns would take 5 GiB a layer, the layer's rows in full precision a thirtieth of that.
 DEFAULTS: Final[Mapping[backend.Name, Strategy]] = {
     "cpu": PackedDecode(),
-    "metal": PackedMatmul(),
-    "cuda": PackedMatmul(),
+    "metal": PackedDecode(),
+    "cuda": PackedDecode(),
 }
 
 

@@ -30,6 +30,7 @@ _4_BITS: Final = Affine(4, 64)
 # long histories have (columns.py): there CUDA's product with keys of width 64 is wrong.
 _COLUMNS_LONG: Final = 1100
 _TILES: Final = 512
+_QUERIES_MANY: Final = 64
 
 
 class AttentionCheckFailed(RuntimeError):
@@ -126,6 +127,7 @@ def _cases(geometry: Geometry) -> Iterator[_Case]:
         yield made.case(f"whole tiles, {queries}", 2, _TILES - 10, length, _TILES)
         yield made.masked(f"unequal histories, {queries}", length)
         yield made.filtered(f"a filtered batch, {queries}", length)
+    yield made.case("a chunk of a prompt", 1, _TILES - 10, _QUERIES_MANY, _TILES)
     for part, width in (("keys", geometry.key_width), ("values", geometry.value_width)):
         if Rotation.fits(width):
             made = made.rotated(part)

@@ -153,6 +153,10 @@ def choose(model: Any, config: KvConfig, rotate: bool) -> LiveCaches:
     wanted = LiveCaches(model, dict.fromkeys(fitting, precision), config=config)
     packed, unpacked = _readable(_at_once(wanted))
     reasons.update(unpacked)
+    if config.quantized_start:
+        windows = {n for n, cache in enumerate(leaves(caches)) if type(cache) is RotatingKVCache}
+        reasons.update(dict.fromkeys(windows, "--quantized-kv-start is for unbounded layers"))
+        packed = [n for n in packed if n not in windows]
     if not packed:
         why = f": {next(iter(reasons.values()))}" if reasons else ""
         raise ConfigError(
@@ -165,9 +169,14 @@ def choose(model: Any, config: KvConfig, rotate: bool) -> LiveCaches:
 def geometries(live: LiveCaches) -> set[Geometry]:
     """What the quantized layers are made of, for the check of attention; on the MLX thread."""
     caches = _at_once(live).fresh()
-    _forward(live.model, caches)
+    with counted() as routed:
+        _forward(live.model, caches)
     held = leaves(caches)
-    return {_geometry(live.precisions[n], held[n].part()[0]) for n in live.precisions}
+    return {
+        _geometry(live.precisions[n], held[n].part()[0], grouping)
+        for n in live.precisions
+        for grouping in routed.grouping
+    }
 
 
 def _at_once(live: LiveCaches) -> LiveCaches:
@@ -175,14 +184,14 @@ def _at_once(live: LiveCaches) -> LiveCaches:
     return replace(live, config=replace(live.config, quantized_start=0))
 
 
-def _geometry(precision: Precision, arrays: Sequence[mx.array]) -> Geometry:
+def _geometry(precision: Precision, arrays: Sequence[mx.array], grouping: int) -> Geometry:
     (_, key_scales, _), (_, value_scales, _) = precision.split(arrays)
     keys, values = precision.keys, precision.values
     assert isinstance(keys, Affine)
     assert isinstance(values, Affine)
     kv_heads = key_scales.shape[1]
     return Geometry(
-        heads=2 * kv_heads,
+        heads=grouping * kv_heads,
         kv_heads=kv_heads,
         key_width=key_scales.shape[-1] * keys.group_size,
         value_width=value_scales.shape[-1] * values.group_size,
@@ -209,7 +218,8 @@ def _fitting(widths: Mapping[int, tuple[int, int]], precision: Precision) -> lis
     keys, values = precision.keys, precision.values
     assert isinstance(keys, Affine)
     assert isinstance(values, Affine)
-    sizes = sorted({width for pair in widths.values() for width in pair})
+    # An indexer has keys without values.
+    sizes = sorted({width for pair in widths.values() for width in pair if width})
     without = [w for w in sizes if keys.rotation is not None and not keys.rotation.fits(w)]
     if without:
         raise ConfigError(

@@ -9,7 +9,7 @@ mlx-lm's own functions, as it came.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import mlx.core as mx
@@ -25,9 +25,10 @@ _INNER: Final[_Function] = base.quantized_scaled_dot_product_attention
 
 @dataclass(slots=True)
 class Routed:
-    """Attention over packed rows that was asked of us."""
+    """Attention over packed rows that was asked of us. `grouping`: query heads for each KV head."""
 
     calls: int = 0
+    grouping: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -122,4 +123,5 @@ def _attend(call: Call) -> mx.array:
     assert _state.strategy is not None
     for count in _state.counts:
         count.calls += 1
+        count.grouping.add(call.queries.shape[1] // call.keys.heads)
     return attend(_state.strategy, call)
