@@ -35,6 +35,8 @@ Config = dict[str, Any]
 # Weights whose exponential or sigmoid is how fast recurrent state decays: Mamba and gated delta
 # rules, RG-LRU, RWKV.
 SLOW_DECAY = ("A_log", "recurrent_param", "w_lora.lora.2.bias")
+# Their norms add one to their weights.
+NORMS_ADD_ONE = ("gemma2", "gemma3_text", "recurrent_gemma")
 
 
 def llama_config(
@@ -300,6 +302,8 @@ def tiny_model(config: Config, *, dtype: mx.Dtype = mx.float32, seed: int = 0) -
         (name, _weight(name, array, key))
         for (name, array), key in zip(names_and_shapes, keys, strict=True)
     ]
+    if config["model_type"] in NORMS_ADD_ONE:
+        weights = [(name, w - 1.0 if "norm" in name else w) for name, w in weights]
     model.update(tree_unflatten(weights))
     model.set_dtype(dtype)
     model.eval()

@@ -126,6 +126,7 @@ def granitemoehybrid_config() -> Config:
         **llama_config(heads=2, kv_heads=1, layers=4),
         **MAMBA,
         "model_type": "granitemoehybrid",
+        "mamba_expand": 1,
         "attention_bias": False,
         "embedding_multiplier": 1.0,
         "attention_multiplier": 0.125,

@@ -110,7 +110,7 @@ def minimax_m3_config() -> Config:
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "mlp_layer_types": ["dense", "sparse", "sparse"],
-        "layer_types": ["full_attention", "sparse", "sparse"],
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
         "index_n_heads": 2,
         "index_head_dim": 64,
         "index_block_size": 4,

@@ -3,7 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
-from tests.support.models import Config, gemma3_config, llama4_config, llama_config
+from tests.support.models import (
+    Config,
+    gemma3_config,
+    gemma3n_config,
+    gemma4_config,
+    gpt_oss_config,
+    llama4_config,
+    llama_config,
+)
 from tests.support.zoo.rows import EXPERTS
 from tests.support.zoo.window import FULL, SLIDING, WINDOW
 
@@ -21,57 +29,6 @@ def windowed(model_type: str, layers: int = 3, **fields: Any) -> Config:
         "rope_parameters": {SLIDING: ROPE, FULL: ROPE},
         **fields,
     }
-
-
-def gemma3n_config() -> Config:
-    """The last layers share the rows, or the window, of earlier ones."""
-    text = windowed(
-        "gemma3n_text",
-        layers=6,
-        layer_types=[SLIDING, SLIDING, FULL] * 2,
-        num_kv_shared_layers=3,
-        vocab_size_per_layer_input=288,
-        rope_local_base_freq=10000.0,
-        final_logit_softcapping=30.0,
-        activation_sparsity_pattern=[0.0] * 6,
-        hidden_size_per_layer_input=32,
-        altup_num_inputs=2,
-        altup_coef_clip=120.0,
-        altup_correct_scale=True,
-        altup_active_idx=0,
-        laurel_rank=16,
-    )
-    return {"model_type": "gemma3n", "text_config": text, "eos_token_id": 258}
-
-
-def gemma4_config() -> Config:
-    """Layers that share the caches of earlier ones; heads of other sizes in windows."""
-    return windowed(
-        "gemma4_text",
-        layers=6,
-        layer_types=[SLIDING, SLIDING, FULL] * 2,
-        rope_parameters=None,
-        num_kv_shared_layers=3,
-        num_key_value_heads=1,
-        global_head_dim=128,
-        hidden_size_per_layer_input=32,
-        vocab_size_per_layer_input=288,
-    )
-
-
-def gpt_oss_config() -> Config:
-    """Attention with sinks."""
-    return windowed(
-        "gpt_oss",
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        # The rope is YaRN in any case.
-        rope_scaling={
-            "rope_type": "yarn",
-            "factor": 2.0,
-            "original_max_position_embeddings": 1024,
-        },
-    )
 
 
 def ministral3_config() -> Config:
@@ -173,19 +130,14 @@ def deepseek_v41_config() -> Config:
         "index_n_heads": 2,
         "index_head_dim": 64,
         "index_topk": 4,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 2.0,
-            "original_max_position_embeddings": 1024,
-        },
     }
 
 
 WINDOWS: dict[str, Callable[[], Config]] = {
     "gemma3_text": lambda: gemma3_config(window=WINDOW),
-    "gemma3n": gemma3n_config,
-    "gemma4_text": gemma4_config,
-    "gpt_oss": gpt_oss_config,
+    "gemma3n": lambda: gemma3n_config(window=WINDOW),
+    "gemma4_text": lambda: gemma4_config(window=WINDOW),
+    "gpt_oss": lambda: gpt_oss_config(window=WINDOW),
     "cohere2": lambda: windowed("cohere2", num_attention_heads=2, num_key_value_heads=1),
     "ministral3": ministral3_config,
     "mistral": lambda: windowed("llama", rope_parameters=None),
