@@ -1,0 +1,1 @@
+import tests.support.mlx  # noqa: F401 - before anything imports MLX
