@@ -43,6 +43,7 @@ from engine import attach  # noqa: E402
 from engine.kv.codec import CodecPolicy  # noqa: E402
 from engine.link import StoreLink  # noqa: E402
 from engine.prefix import Found, Prefix, Receiver  # noqa: E402
+from engine.storing import Tail  # noqa: E402
 from engine.writeback import PIECE_ROWS  # noqa: E402
 
 LAYOUTS = {
@@ -253,7 +254,7 @@ class Bench:
                     piece = held(sliced(live, span.start, span.stop))
                     pieces += self.prefix.pack(rows, piece, span)
             with run.phase("write"):
-                self.prefix.write(tokens, pieces, None, report=0)
+                self.prefix.write(Tail(tokens, tuple(pieces)), None, report=0)
                 self._receive()
             run.end()
         run.gil_seconds_max = max(late)
