@@ -28,8 +28,9 @@ class StoreConfig:
     """Raises ValueError, naming the flag, for a budget or a number that is too small."""
 
     budget_bytes: int
-    # Of one conversation, and again of what it shares with others before it begins. A turn adds
-    # up to three: at the last message, before the last token of the prompt, after the reply.
+    # Of one sequence of a conversation, again of its other branches, and of what it shares with
+    # others before it begins. A turn adds up to three: at the last message, before the last token
+    # of the prompt, after the reply.
     checkpoints_max: int = CHECKPOINTS_MAX
     record_tokens: int = 256
     lease_seconds: float = 30.0

@@ -155,8 +155,10 @@ class Holdings:
         inserted, fresh = self._insert_checkpoints(namespace, walk, staged, sizes.checkpoints)
         self._use(walk.path, fresh, now)
         if fresh:
+            # The last one keeps the rows of whoever has written the end of the sequence.
+            staying = (*fresh, *walk.checkpoints()[-1:])
             for group in bounded(walk, target.conversation_start):
-                for checkpoint in surplus(group, self._config.checkpoints_max, fresh):
+                for checkpoint in surplus(group, self._config.checkpoints_max, staying, now):
                     self.departures.surplus(self.evict(checkpoint))
         return Inserted(walk.depth - before.depth, inserted)
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from cachestore.checkpoints import BRANCH_IDLE_SECONDS
 from cachestore.store import Store
 from tests.support.stores import NAMESPACE, OTHER_NAMESPACE, Bench, tiny_config
 
@@ -94,15 +95,80 @@ def test_a_conversation_keeps_a_bounded_number_and_what_it_shares() -> None:
     assert found.checkpoints_evicted == 0
 
 
-def test_abandoned_replies_count_and_give_their_rows_back() -> None:
+def test_abandoned_replies_are_bounded_and_give_their_rows_back() -> None:
     bench = Bench(Store(replace(ROOMY, checkpoints_max=3)))
     for reply in range(10):
         bench.write([0, 1, 2, 3, 4, *[50 + reply] * 4], checkpoints=[9], conversation_start=5)
+        bench.now += BRANCH_IDLE_SECONDS
     found = bench.store.statistics(0.0)
-    assert (found.checkpoints, found.checkpoints_surplus) == (3, 7)
+    # The last one and three others.
+    assert (found.checkpoints, found.checkpoints_surplus) == (1 + 3, 6)
     # The rows of the first reply that share a record with those before stay.
-    assert (found.records, found.tokens, found.evictions) == (2 + 3, 8 + 3 * 4, 7)
+    assert (found.records, found.tokens, found.evictions) == (2 + 4, 8 + 4 * 4, 6)
     bench.store.check()
+
+
+@pytest.mark.parametrize("seconds", [5, 20, 100])
+def test_fifty_turns_with_abandoned_replies_keep_a_bounded_number(seconds: int) -> None:
+    """Every turn forks off the last one right before its reply, as where a template leaves out
+    what was thought."""
+    bench, most = Bench(Store(tiny_config(slabs=64, slab_bytes=4096))), 8
+    ids, held = [0, 1, 2, 3], []
+    for turn in range(50):
+        ids = [*ids, 10 + turn, 9]
+        bench.write(ids, checkpoints=[4, len(ids) - 1, len(ids)], conversation_start=5)
+        thinking = [*ids, 100 + turn, 7]
+        bench.write(thinking, checkpoints=[len(thinking)], conversation_start=5)
+        held.append(bench.store.statistics(bench.now).checkpoints)
+        bench.now += seconds
+    # The first one, those of the path, of other branches, and of those what is not idle yet.
+    recent = -(-int(BRANCH_IDLE_SECONDS) // seconds)
+    assert max(held) <= 1 + most + most + recent
+    assert held[-1] == max(held)
+    bench.store.check()
+
+
+def test_branches_that_decode_side_by_side_find_their_prompts_at_the_end() -> None:
+    """Sub-agents behind one first message, each of which writes its prompt and then its reply."""
+    bench = Bench(Store(tiny_config(slabs=64, slab_bytes=4096)))
+    first = [0, 1, 2, 3, 4]
+    prompts = [[*first, 10 + n, *range(20, 29)] for n in range(8)]
+    for turn in range(4):
+        for prompt in prompts:
+            positions = [4, len(prompt) - 3, len(prompt)]
+            bench.write(prompt, checkpoints=positions, conversation_start=5)
+        bench.now += 15.0
+        for n, prompt in enumerate(prompts):
+            # A reply is not computed twice, so it has no rows before its own.
+            reply = [*prompt, 50 + turn, *range(60, 66)]
+            reservation = bench.reserve(
+                reply,
+                first_row=len(prompt),
+                checkpoints=[len(reply)],
+                conversation_start=5,
+            )
+            bench.commit(reservation)
+            prompts[n] = [*reply, 70 + turn, *range(80, 86)]
+        # And goes on from its end.
+        assert [bench.peek(prompt, checkpoints=[]) for prompt in prompts] == [
+            len(prompt) - 7 for prompt in prompts
+        ]
+    bench.store.check()
+
+
+def test_leased_ones_do_not_push_out_those_of_their_conversation(bench: Bench) -> None:
+    tips = [[0, 1, 2, 3, 4, *[50 + n] * 4] for n in range(12)]
+    for tip in tips:
+        bench.write(tip, checkpoints=[9], conversation_start=5)
+    for tip in tips[:8]:
+        assert bench.lookup(tip, checkpoints=[]).rows == 9
+    bench.now += BRANCH_IDLE_SECONDS
+    # The leases have lapsed by now, but for those that are taken again.
+    for tip in tips[:8]:
+        assert bench.lookup(tip, checkpoints=[]).rows == 9
+    bench.now += 20.0
+    bench.write([0, 1, 2, 3, 4, *[99] * 4], checkpoints=[9], conversation_start=5)
+    assert [bench.peek(tip, checkpoints=[]) for tip in tips] == [9] * 12
 
 
 def test_a_long_conversation_does_not_push_out_what_others_share() -> None:
@@ -140,7 +206,7 @@ def test_what_is_leased_or_pinned_is_never_too_many() -> None:
     match = bench.lookup(range(4), limit=2, checkpoints=[])
     for position in range(5, 12):
         bench.write(range(position), checkpoints=[position])
-    assert bench.store.statistics(0.0).checkpoints == 1 + 2
+    assert bench.store.statistics(0.0).checkpoints == 1 + 1 + 2
     bench.store.check()
     bench.store.release(bench.session, [match.lease_id], bench.now)
     bench.write(range(12), checkpoints=[12])

@@ -5,7 +5,14 @@ from collections.abc import Sequence
 import pytest
 
 from cachestore.arena import Extent
-from cachestore.checkpoints import beneath, bounded, deepest, surplus
+from cachestore.checkpoints import (
+    BRANCH_IDLE_SECONDS,
+    Group,
+    beneath,
+    bounded,
+    deepest,
+    surplus,
+)
 from cachestore.node import Checkpoint, Span
 from cachestore.tree import Tree, Walk, along
 from tests.support.stores import NAMESPACE, packed
@@ -153,7 +160,7 @@ def test_beneath_a_position_are_all_branches_that_leave_there_or_later(grown: Gr
 def test_without_a_known_beginning_the_path_is_bounded_but_for_its_first(grown: Grown) -> None:
     first, *others = grown.add(range(12), 2, 5, 8, 12)
     grown.add([0, 1, 2, 90], 4)
-    assert bounded(grown.walk(range(12)), 0) == [others]
+    assert bounded(grown.walk(range(12)), 0) == [Group(others)]
     assert first not in others
 
 
@@ -161,29 +168,45 @@ def test_what_is_shared_and_what_is_its_own_are_bounded_apart(grown: Grown) -> N
     path = grown.add(range(12), 2, 4, 6, 8, 12)
     abandoned = grown.add([*range(7), 90, 91], 8, 9)
     others = grown.add([0, 1, 2, 3, 80, 81, 82], 7)
-    shared, own = bounded(grown.walk(range(12)), 6)
-    assert shared == path[1:3]
-    assert set(own) == {*path[3:], *abandoned}
-    assert not set(own) & set(others)
+    shared, own, branches = bounded(grown.walk(range(12)), 6)
+    assert (shared, own) == (Group(path[1:3]), Group(path[3:]))
+    assert (set(branches.checkpoints), branches.idle_seconds) == ({*abandoned}, BRANCH_IDLE_SECONDS)
+    assert not set(branches.checkpoints) & set(others)
 
 
 def test_a_conversation_may_begin_before_the_first_one(grown: Grown) -> None:
     path = grown.add(range(8), 6, 8)
-    assert bounded(grown.walk(range(8)), 3) == [[], path]
+    assert bounded(grown.walk(range(8)), 3)[:2] == [Group([]), Group(path)]
 
 
 def test_the_least_recently_used_are_too_many(grown: Grown) -> None:
     one, two, three, four = grown.add(range(12), 2, 5, 8, 12)
     one.last_used = 100
-    everything = [one, two, three, four]
-    assert surplus(everything, 4, fresh=()) == []
-    assert surplus(everything, 3, fresh=()) == [two]
-    assert surplus(everything, 2, fresh=()) == [two, three]
-    assert surplus(everything, 2, fresh=(two,)) == [three, four]
-    three.pins = 1
-    # Pinned and fresh ones count, but stay.
-    assert surplus(everything, 2, fresh=(two,)) == [four, one]
-    assert surplus(everything, 1, fresh=everything) == []
+    everything = Group([one, two, three, four])
+    assert surplus(everything, 4, staying=(), now=0.0) == []
+    assert surplus(everything, 3, staying=(), now=0.0) == [two]
+    assert surplus(everything, 2, staying=(), now=0.0) == [two, three]
+    assert surplus(everything, 2, staying=(two,), now=0.0) == [three, four]
+    assert surplus(everything, 1, staying=everything.checkpoints, now=0.0) == []
+
+
+def test_pinned_ones_do_not_push_out_others(grown: Grown) -> None:
+    one, two, three, four = grown.add(range(12), 2, 5, 8, 12)
+    one.pins = two.pins = 1
+    everything = Group([one, two, three, four])
+    assert surplus(everything, 2, staying=(), now=0.0) == []
+    assert surplus(everything, 1, staying=(), now=0.0) == [three]
+    assert surplus(everything, 1, staying=(three,), now=0.0) == [four]
+
+
+def test_what_was_used_a_moment_ago_on_a_branch_stays_and_does_not_count(grown: Grown) -> None:
+    checkpoints = grown.add(range(12), 2, 5, 8, 12)
+    for at, checkpoint in enumerate(checkpoints):
+        checkpoint.used_at = 10.0 * at
+    branches = Group(checkpoints, idle_seconds=60.0)
+    gone = [surplus(branches, 1, staying=(), now=now) for now in (59.0, 60.0, 70.0, 89.9, 90.0)]
+    one, two, three, _ = checkpoints
+    assert gone == [[], [], [one], [one, two], [one, two, three]]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from cachestore.checkpoints import BRANCH_IDLE_SECONDS
 from cachestore.eviction import Candidate
 from cachestore.node import Checkpoint, Record
 from cachestore.store import MatchKind
@@ -21,6 +22,7 @@ class Ledger:
     # By id: what was committed, and when it was last used.
     checkpoints: dict[int, tuple[bytes, Ids]] = field(default_factory=dict)
     uses: dict[int, int] = field(default_factory=dict)
+    used_at: dict[int, float] = field(default_factory=dict)
     lost: int = 0
 
     @property
@@ -38,6 +40,7 @@ class Ledger:
 
     def use(self, checkpoint_id: int) -> None:
         self.uses[checkpoint_id] = 1 + max(self.uses.values(), default=0)
+        self.used_at[checkpoint_id] = self.bench.now
 
     def best(self, namespace: bytes, ids: Ids) -> tuple[MatchKind, int]:
         """What a store that forgets nothing would find."""
@@ -77,21 +80,33 @@ class Ledger:
         """Right after a commit, when `before` was held. No more stay than may, and no fewer; those
         that have left were not used for longest."""
         now = self.held(writer.namespace)
-        fresh = {writer.ids[:n] for n in writer.positions}
         ever, start = {**before, **now}, writer.conversation_start
-        shared = sorted((ids for ids in ever if writer.ids[: len(ids)] == ids), key=len)[1:]
-        groups = [shared]
+        path = sorted((ids for ids in ever if writer.ids[: len(ids)] == ids), key=len)
+        staying = {*path[-1:], *(writer.ids[:n] for n in writer.positions)}
+        groups = [(path[1:], 0.0)]
         if 0 < start <= len(writer.ids):
-            own = [ids for ids in ever if len(ids) > start and ids[:start] == writer.ids[:start]]
-            groups = [[ids for ids in shared if len(ids) <= start], own]
-        for group in groups:
-            staying = [ids for ids in group if ids in now]
+            others = [ids for ids in ever if len(ids) > start and ids not in path]
+            branches = [ids for ids in others if ids[:start] == writer.ids[:start]]
+            groups = [
+                ([ids for ids in path[1:] if len(ids) <= start], 0.0),
+                ([ids for ids in path if len(ids) > start], 0.0),
+                (branches, BRANCH_IDLE_SECONDS),
+            ]
+        for group, idle_seconds in groups:
             gone = [ever[ids] for ids in group if ids not in now]
-            assert not gone or (fresh and len(staying) >= bound)
-            left = [now[ids] for ids in staying if ids not in fresh]
-            assert not fresh or len(staying) <= bound or not self._free(left)
-            self._check_order(gone, left)
-        assert before.keys() - now.keys() <= {ids for group in groups for ids in group}
+            assert not gone or writer.positions
+            assert all(self._idle_seconds(each) >= idle_seconds for each in gone)
+            free = {
+                ids
+                for ids in group
+                if ids in now and self._free([now[ids]])
+                if self._idle_seconds(now[ids]) >= idle_seconds
+            }
+            droppable = [now[ids] for ids in free - staying]
+            assert not gone or len(free) >= bound
+            assert not writer.positions or len(free) <= bound or not droppable
+            self._check_order(gone, droppable)
+        assert before.keys() - now.keys() <= {ids for group, _ in groups for ids in group}
 
     def check_eviction(self, before: Mapping[int, Candidate]) -> None:
         """Right after room was made: rows that no lookup can reach were the first to leave."""
@@ -107,6 +122,9 @@ class Ledger:
     def _check_order(self, gone: Collection[int], left: Collection[int]) -> None:
         latest = max((self.uses[each] for each in gone), default=0)
         assert all(self.uses[each] > latest for each in self._free(left))
+
+    def _idle_seconds(self, checkpoint_id: int) -> float:
+        return self.bench.now - self.used_at[checkpoint_id]
 
     def _free(self, checkpoint_ids: Collection[int]) -> list[int]:
         return [each for each in checkpoint_ids if self.stored[each].pins == 0]
