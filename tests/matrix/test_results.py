@@ -28,8 +28,9 @@ def test_results_of_another_matrix_are_stale() -> None:
     assert made.stale() == []
     made.architectures["llama"].of -= 1
     del made.architectures["qwen3"]
+    made.architectures["gemma2"].failures["a cell"] = "2 apart"
     made.mlx_lm = "0.1"
-    assert [reason.split()[0] for reason in made.stale()] == ["they", "llama", "qwen3"]
+    assert [reason.split()[0] for reason in made.stale()] == ["they", "llama", "qwen3", "gemma2"]
 
 
 def test_a_page_tells_what_is_reused_and_what_is_wrong() -> None:
