@@ -1,11 +1,18 @@
 """How packed rows and checkpoints get into the cachestore; on a helper thread, without MLX."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import grpc
 import numpy as np
 
-from cachestore.client import Client, NewCheckpoint, Reservation, StoreUnavailable
+from cachestore.client import (
+    Client,
+    NewCheckpoint,
+    Reservation,
+    StoreRefused,
+    StoreUnavailable,
+)
 from cachestore.record import paths
 from engine import pack
 from engine.pack import PackedCheckpoint, PackedRows
@@ -47,10 +54,20 @@ class Destination:
     checkpointed: bool
 
     def store(self, tail: Tail) -> None:
-        """One codec after the other: records have one, and a reservation the sizes of one.
+        """All of it or, when the store has no room for so much, the deepest checkpoint and the
+        rows up to it. StoreUnavailable and StoreRefused."""
+        try:
+            self._store(tail)
+        except StoreRefused as refusal:
+            full = refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            if not full or len(tail.checkpoints) < 2:
+                raise
+            deepest = tail.checkpoints[-1]
+            tokens = tail.tokens[: deepest.position]
+            self._store(replace(tail, tokens=tokens, checkpoints=(deepest,)))
 
-        StoreUnavailable and StoreRefused.
-        """
+    def _store(self, tail: Tail) -> None:
+        """One codec after the other: records have one, and a reservation the sizes of one."""
         for run in pack.runs(tail.rows):
             if run[0].first_token >= len(tail.tokens):
                 return
