@@ -1,18 +1,24 @@
-"""A real cachestore whose leases and reservations lapse soon: no flag does that."""
+"""A real cachestore with little patience: no flag does that."""
 
 import functools
 import sys
 
-from cachestore import cli
+from cachestore import checkpoints, cli
+from cachestore.checkpoints import BRANCH_IDLE_SECONDS
 from cachestore.config import StoreConfig
 
 
-def program(seconds: float) -> list[str]:
-    return [sys.executable, "-m", "tests.support.hasty", str(seconds)]
+def program(
+    lapse_seconds: float = 30.0, branch_idle_seconds: float = BRANCH_IDLE_SECONDS
+) -> list[str]:
+    """Its leases and reservations lapse, and branches count as idle, after so long."""
+    times = map(str, (lapse_seconds, branch_idle_seconds))
+    return [sys.executable, "-m", "tests.support.hasty", *times]
 
 
 if __name__ == "__main__":
-    soon = float(sys.argv.pop(1))
-    short = functools.partial(StoreConfig, lease_seconds=soon, reservation_seconds=soon)
+    lapse, idle = float(sys.argv.pop(1)), float(sys.argv.pop(1))
+    short = functools.partial(StoreConfig, lease_seconds=lapse, reservation_seconds=lapse)
     cli.StoreConfig = short  # type: ignore[assignment,misc]
+    checkpoints.BRANCH_IDLE_SECONDS = idle
     sys.exit(cli.main())
