@@ -27,7 +27,7 @@ from engine.kv.layout import CacheLayout
 from engine.link import StoreLink
 from engine.pack import PackedCheckpoint, PackedRows
 from engine.request import Request
-from engine.storing import Destination, Tail, packed_tokens
+from engine.storing import Destination, PathLost, Tail, packed_tokens
 
 log = logging.getLogger(__name__)
 
@@ -322,7 +322,7 @@ class Prefix:
         try:
             self._store(write.tail)
             stored = True
-        except (StoreUnavailable, StoreRefused) as error:
+        except (StoreUnavailable, StoreRefused, PathLost) as error:
             log.info("rows not stored: %s", error)
         except Exception:
             log.exception("rows not stored")

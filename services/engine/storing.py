@@ -6,16 +6,15 @@ from dataclasses import dataclass, replace
 import grpc
 import numpy as np
 
-from cachestore.client import (
-    Client,
-    NewCheckpoint,
-    Reservation,
-    StoreRefused,
-    StoreUnavailable,
-)
+from cachestore.client import Client, NewCheckpoint, Reservation, StoreRefused
 from cachestore.record import paths
 from engine import pack
 from engine.pack import PackedCheckpoint, PackedRows
+
+
+class PathLost(Exception):
+    """The store evicts a write faster than it grows. The store is well, so this is no
+    StoreUnavailable, which would keep everybody from it for a moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Destination:
 
     def store(self, tail: Tail) -> None:
         """All of it or, when the store has no room for so much, the deepest checkpoint and the
-        rows up to it. StoreUnavailable and StoreRefused."""
+        rows up to it. StoreUnavailable, StoreRefused and PathLost."""
         try:
             self._store(tail)
         except StoreRefused as refusal:
@@ -75,7 +74,7 @@ class Destination:
             held = 0
             while (stored := self._store_some(tail, run, end)) < end:
                 if stored <= held:
-                    raise StoreUnavailable("rows leave before the rest of their path follows")
+                    raise PathLost("rows leave before the rest of their path follows")
                 held = stored
 
     def _store_some(self, tail: Tail, run: Sequence[PackedRows], end: int) -> int:

@@ -1,4 +1,4 @@
-"""What the writer stores when the store has no room for all of it."""
+"""What the writer stores when the store has no room for all of it, or loses its path."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +10,7 @@ import pytest
 
 from cachestore.client import Client, Reservation, StoreRefused
 from engine.config import CHECKPOINT_STRIDE_MIN
+from engine.storing import Destination
 from tests.support.daemons import Cachestore, short_directory, start_cachestore
 from tests.support.engines import InProcess, in_process
 from tests.support.models import qwen3_next_config, save_tiny_model
@@ -88,3 +89,20 @@ def test_nothing_is_stored_when_that_does_not_fit_either_or_is_not_why(
         assert crowded.asked == attempts
         assert engine.prefix.status.writes_dropped == 1
         assert cached(engine, 7) == 0
+
+
+def test_a_write_whose_rows_leave_again_is_dropped_and_no_other(
+    tmp_path: Path, store: Cachestore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = list(range(60))
+    with in_process(save_tiny_model(tmp_path / "model"), store.socket) as engine:
+        with monkeypatch.context() as evicted:
+            evicted.setattr(Destination, "_store_some", lambda *_: 0)
+            engine.ask(tokens, max_tokens=1)
+            engine.settle()
+        assert engine.prefix.status.writes_dropped == 1
+        # At once: the store is not taken for one that does not answer.
+        engine.ask(tokens, max_tokens=1)
+        engine.settle()
+        assert engine.prefix.status.writes_dropped == 1
+        assert engine.ask(tokens).done.usage.cached_tokens == 59
