@@ -36,7 +36,8 @@ CACHE_CODECS = ("none", "q8", "q4", "k8v4", *TURBO_CODECS)
 CACHE_CODEC_DEFAULT = "q8"
 # Shorter sequences are stored without loss.
 MIN_QUANTIZE_TOKENS_DEFAULT = 256
-# Tokens between two checkpoints of a long prompt. Closer ones would cut the store's records.
+# Tokens between two checkpoints of a long prompt. The prompt stops at each, and all of the model's
+# state is copied there, which can be more than so many rows.
 CHECKPOINT_STRIDE_DEFAULT = 2048
 CHECKPOINT_STRIDE_MIN = 256
 # What the cachestore takes as the name of a namespace.
@@ -153,8 +154,8 @@ class EngineConfig:
             )
         if self.checkpoint_stride is not None and self.checkpoint_stride < CHECKPOINT_STRIDE_MIN:
             raise ConfigError(
-                f"--checkpoint-stride {self.checkpoint_stride}: shorter than the store's records; "
-                f"give at least {CHECKPOINT_STRIDE_MIN}"
+                f"--checkpoint-stride {self.checkpoint_stride}: the state of the model is copied "
+                f"at each; give at least {CHECKPOINT_STRIDE_MIN}"
             )
         if self.cachestore == "off":
             self.refuse_cache_flags("nothing is cached with --cachestore off")
