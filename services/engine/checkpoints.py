@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-# What the cachestore takes as an announcement.
-POSITIONS_MAX: Final = 64
+# The cachestore takes 64 in one write; that of a short reply has one more, at the reply's end.
+POSITIONS_MAX: Final = 63
 
 
 @dataclass(frozen=True, slots=True)

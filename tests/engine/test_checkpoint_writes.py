@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from cachestore.config import CHECKPOINTS_PER_CALL_MAX
 from engine import writeback
 from engine.batch import Batch, BatchMode
 from engine.checkpoints import Boundaries
@@ -274,6 +275,17 @@ def test_without_room_the_deepest_checkpoint_stays(hybrid: Driven, reply: list[i
     hybrid.turn_until_idle()
     assert hybrid.deltas(2) == reply
     assert hybrid.prefix.written == []
+    hybrid.check_empty()
+
+
+@pytest.mark.parametrize("length", [64, 65, 66, 128])
+def test_a_write_has_no_more_checkpoints_than_the_store_takes(hybrid: Driven, length: int) -> None:
+    ends = Boundaries(tuple(range(1, length)))
+    hybrid.start(1, (LONG * 2)[:length], max_tokens=1, boundaries=ends)
+    hybrid.turn_until_idle()
+    (write,) = hybrid.prefix.written
+    assert len(write.tokens) == length
+    assert len(write.checkpoints) == CHECKPOINTS_PER_CALL_MAX
     hybrid.check_empty()
 
 
