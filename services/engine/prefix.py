@@ -279,7 +279,9 @@ class Prefix:
         self._writer.submit(self._link.drop, found.lease.id)
 
     def give_up(self, found: Found | None) -> None:
-        """A row will store nothing: end its lease now, for others may wait for its rows."""
+        """A write will not come, or be shorter than was announced: count it, and end the lease
+        after the writes that were given before, for others may wait for these rows. Once more
+        for the same lease is harmless."""
         if self._link is None:
             return
         self._count_write(False)

@@ -18,7 +18,7 @@ the row for the write of its rows. Rows behind the last checkpoint are not store
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from engine.batch import Batch, Reached
 from engine.kv.kinds import NotCacheable
@@ -59,7 +59,7 @@ class Writeback:
         """Pack some of what a cancelled row has computed, so that asking again is a hit."""
         assert row.uid is not None
         computed = batch.held(row.uid) if row.rows_final is None else row.rows_final
-        self._end(batch, row, min(computed, row.packed_to + CANCELLED_ROWS_MAX))
+        self._end(batch, row, min(computed, row.packed_to + CANCELLED_ROWS_MAX), (row,))
         while self._pack(batch, row):
             pass
         if not is_packed(row):
@@ -77,18 +77,20 @@ class Writeback:
         over = [uid for uid, row in unsettled.items() if row.state is State.LEAVING]
         if not due and not over:
             return
-        kept_bytes = sum(each.nbytes for row in rows.values() for each in row.checkpoints)
         for each in due:
-            self._take_checkpoint(batch, rows[each.uid], each.position, kept_bytes)
+            row = rows[each.uid]
+            self._take_checkpoint(batch, row, each.position, rows.values())
+            if each.position == row.planned[-1] and not row.checkpoints:
+                self._break_promise(row)  # there will be no write of this prompt
         for uid in over:
-            self._end(batch, rows[uid], batch.held(uid), kept_bytes)
+            self._end(batch, rows[uid], batch.held(uid), rows.values())
 
-    def _take_checkpoint(self, batch: Batch, row: Row, position: int, kept_bytes: int) -> None:
-        """Of a row that is at this position now, unless it was taken already."""
+    def _take_checkpoint(self, batch: Batch, row: Row, position: int, rows: Iterable[Row]) -> None:
+        """Of a row that is at this position now, unless it was taken already. Where `rows` keep
+        too much the row's last one leaves for it, but each row may keep one."""
         assert row.uid is not None
         last = row.checkpoints[-1].position if row.checkpoints else _written_to(row)
-        crowded = not self._prefix.has_room(kept_bytes)
-        if position <= last or not self._prefix.writes or (crowded and not row.checkpoints):
+        if position <= last or not self._prefix.writes:
             return
         try:
             snapshot = batch.snapshot(row.uid, self._prefix.layout)
@@ -97,19 +99,22 @@ class Writeback:
             said = "no checkpoint at %d, and nothing behind the one before is stored: %s"
             log.warning(said, position, error, exc_info=not isinstance(error, NotCacheable))
             return
-        if crowded:
+        # Anew for each: several rows may reach one in the same step.
+        kept_bytes = sum(each.nbytes for other in rows for each in other.checkpoints)
+        if row.checkpoints and not self._prefix.has_room(kept_bytes):
             row.checkpoints.pop()  # the deepest is worth most
         row.checkpoints.append(packed)
-        if position <= len(row.request.tokens):
-            row.prompt_rows = position
+        prompt_tokens = len(row.request.tokens)
+        among = [each.position for each in row.checkpoints if each.position <= prompt_tokens]
+        row.prompt_rows = among[-1] if among else _written_to(row)
 
-    def _end(self, batch: Batch, row: Row, end: int, kept_bytes: int = 0) -> None:
+    def _end(self, batch: Batch, row: Row, end: int, rows: Iterable[Row]) -> None:
         """Settle how much a row stores at last: its first `end` rows, or those up to the last
         checkpoint among them."""
         assert row.uid is not None
         if self._prefix.checkpointed and end > _written_to(row):
             if batch.held(row.uid) == end:
-                self._take_checkpoint(batch, row, end, kept_bytes)
+                self._take_checkpoint(batch, row, end, rows)
             positions = [each.position for each in row.checkpoints if each.position <= end]
             if not positions:
                 self._give_up(row)
@@ -150,6 +155,14 @@ class Writeback:
         tail = Tail(row.tokens[:end], tuple(row.packed), tuple(taken), start)
         self._prefix.write(tail, row.found, row.id if row.request.warm else None)
         row.packed, row.checkpoints = [], row.checkpoints[len(taken) :]
+        if end != row.rows_final and end < max(row.planned, default=0):
+            self._break_promise(row)
+
+    def _break_promise(self, row: Row) -> None:
+        """The deepest checkpoint that was announced will not come, or not before the reply is
+        over: whoever waits for it must not wait so long."""
+        if row.found is not None:
+            self._prefix.give_up(row.found)
 
     def _give_up(self, row: Row) -> None:
         """Nothing more of a row is stored."""

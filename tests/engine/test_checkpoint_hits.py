@@ -1,6 +1,7 @@
 """Law 1 for models that go on from checkpoints: a hit equals a miss, wherever a prompt parts."""
 
 import hashlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from cachestore.client import MatchKind
 from engine.checkpoints import Boundaries
 from engine.config import CHECKPOINT_STRIDE_MIN
+from engine.kv.kinds import NotCacheable, Snapshot
 from engine.prefix import Found
 from tests.support.daemons import Cachestore, short_directory, start_cachestore
 from tests.support.engines import InProcess, Reply, assert_same, in_process
@@ -22,6 +24,7 @@ from tests.support.models import (
     qwen3_next_config,
     save_tiny_model,
 )
+from tests.support.waiting import until
 
 STRIDE = CHECKPOINT_STRIDE_MIN
 SAME_CUTS = 1e-5
@@ -210,3 +213,45 @@ def test_checkpoints_of_every_codec_are_found(
             assert np.isfinite(reply.logprobs).all()
             engine.settle()
         assert engine.prefix.status.writes_dropped == 0
+
+
+@pytest.fixture
+def engine(directory: Path, cachestore: Cachestore) -> Iterator[InProcess]:
+    model = save_tiny_model(directory / "model", gemma3_config())
+    with in_process(model, cachestore.socket, cache_codec="none") as engine:
+        yield engine
+
+
+def test_as_many_checkpoints_as_there_may_be_are_stored_in_one_write(engine: InProcess) -> None:
+    tokens = prompt(80, 70)
+    ends = Boundaries(tuple(range(1, 70)), 1)
+    engine.ask(tokens, max_tokens=1, boundaries=ends)
+    engine.settle()
+    assert engine.prefix.status.writes_dropped == 0
+    assert engine.ask([*tokens, 7]).done.usage.cached_tokens == 70
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_nobody_waits_for_a_checkpoint_that_is_not_taken(
+    engine: InProcess, monkeypatch: pytest.MonkeyPatch, taken: int
+) -> None:
+    """Only the first ones can be, of a request whose reply goes on for long."""
+    tokens = prompt(90, 600)
+    real, calls = engine.prefix.pack_checkpoint, itertools.count()
+
+    def fails(snapshot: Snapshot, position: int) -> Any:
+        if next(calls) >= taken:
+            raise NotCacheable("a layer is not as it was")
+        return real(snapshot, position)
+
+    monkeypatch.setattr(engine.prefix, "pack_checkpoint", fails)
+    ends = Boundaries((300,), 300)
+    leader = engine.submit(tokens, max_tokens=100_000, boundaries=ends)
+    until(
+        lambda: engine.on_worker(lambda core: core._rows[leader].found is not None),
+        "the leader's announcement",
+    )
+    follower = engine.submit(tokens, boundaries=ends)
+    reply = engine.finish(follower)
+    assert reply.done.usage.cached_tokens == 300 * taken
+    engine.engine.worker.cancel(leader)
