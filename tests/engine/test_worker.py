@@ -3,7 +3,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ import pytest
 
 from engine.batch import BatchMode, BatchShape
 from engine.core import Core
+from engine.kv.layout import probe
 from engine.kv.live import LiveCaches
 from engine.prefix import Prefix
 from engine.request import Delta, Done, Event, Failed, Request
@@ -38,7 +39,9 @@ class NoStore(FakePrefix):
     post: Callable[[Callable[[Core], None]], None] = field(default=lambda _: None)
     writes: bool = False
 
-    def look_up(self, request_id: int, tokens: tuple[int, ...]) -> None:
+    def look_up(
+        self, request_id: int, tokens: tuple[int, ...], planned: Sequence[int] = ()
+    ) -> None:
         self.post(lambda core: core.looked_up(request_id, None))
 
 
@@ -54,11 +57,12 @@ class Running:
         self._change = change
 
     def _make_core(self) -> Core:
+        caches = LiveCaches(tiny_llama())
         core = Core(
-            caches=LiveCaches(tiny_llama()),
+            caches=caches,
             shape=BatchShape(BatchMode.BATCHED, 2, STEP),
             scheduler=Scheduler(2, True, STEP.idle),
-            prefix=cast(Prefix, NoStore(post=self.worker.post)),
+            prefix=cast(Prefix, NoStore(layout=probe(caches), post=self.worker.post)),
             new_detokenizer=lambda: Detokenizer(Letters()),
         )
         self._change(core)
