@@ -68,8 +68,8 @@ def _parser() -> Parser:
         type=int,
         metavar="N",
         default=CHECKPOINTS_MAX,
-        help="checkpoints to keep of one conversation, for models that need them (default: "
-        f"%(default)s; at least {CHECKPOINTS_MAX_MIN})",
+        help="checkpoints to keep of one conversation, and again of its idle branches, for models "
+        f"that need them (default: %(default)s; at least {CHECKPOINTS_MAX_MIN})",
     )
     serve.add_argument(
         "--idle-exit",

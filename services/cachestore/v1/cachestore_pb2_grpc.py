@@ -155,8 +155,9 @@ class CachestoreServicer:
 
     def Commit(self, request, context):
         """Publishes a staged write, rows and checkpoints together. Only what is still missing is
-        inserted. A conversation keeps so many checkpoints (`cachestore serve --checkpoints-max`);
-        when there are more, those not used for longest leave.
+        inserted. A conversation keeps so many checkpoints (`cachestore serve --checkpoints-max`) of
+        the committed sequence, and as many of branches that nobody has used for a minute; when there
+        are more, those not used for longest leave.
         FAILED_PRECONDITION when the reservation has lapsed or the rows that it extends are gone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

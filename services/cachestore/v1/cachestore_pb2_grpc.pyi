@@ -68,8 +68,9 @@ class CachestoreStub:
     """
     Commit: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.CommitRequest, _cachestore_pb2.CommitResponse]
     """Publishes a staged write, rows and checkpoints together. Only what is still missing is
-    inserted. A conversation keeps so many checkpoints (`cachestore serve --checkpoints-max`);
-    when there are more, those not used for longest leave.
+    inserted. A conversation keeps so many checkpoints (`cachestore serve --checkpoints-max`) of
+    the committed sequence, and as many of branches that nobody has used for a minute; when there
+    are more, those not used for longest leave.
     FAILED_PRECONDITION when the reservation has lapsed or the rows that it extends are gone.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.AbortRequest, _cachestore_pb2.AbortResponse]
@@ -128,8 +129,9 @@ class CachestoreAsyncStub(CachestoreStub):
     """
     Commit: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.CommitRequest, _cachestore_pb2.CommitResponse]  # type: ignore[assignment]
     """Publishes a staged write, rows and checkpoints together. Only what is still missing is
-    inserted. A conversation keeps so many checkpoints (`cachestore serve --checkpoints-max`);
-    when there are more, those not used for longest leave.
+    inserted. A conversation keeps so many checkpoints (`cachestore serve --checkpoints-max`) of
+    the committed sequence, and as many of branches that nobody has used for a minute; when there
+    are more, those not used for longest leave.
     FAILED_PRECONDITION when the reservation has lapsed or the rows that it extends are gone.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.AbortRequest, _cachestore_pb2.AbortResponse]  # type: ignore[assignment]
@@ -215,8 +217,9 @@ class CachestoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cachestore_pb2.CommitResponse, _abc.Awaitable[_cachestore_pb2.CommitResponse]]:
         """Publishes a staged write, rows and checkpoints together. Only what is still missing is
-        inserted. A conversation keeps so many checkpoints (`cachestore serve --checkpoints-max`);
-        when there are more, those not used for longest leave.
+        inserted. A conversation keeps so many checkpoints (`cachestore serve --checkpoints-max`) of
+        the committed sequence, and as many of branches that nobody has used for a minute; when there
+        are more, those not used for longest leave.
         FAILED_PRECONDITION when the reservation has lapsed or the rows that it extends are gone.
         """
 
