@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.daemons import Cachestore, end_store
 from tests.support.engines import ids, start_engine
-from tests.support.models import llama_config, mamba2_config, save_tiny_model
+from tests.support.models import llama_config, save_tiny_model
 
 LONG_PATH = "/tmp/" + "d" * 100
 
@@ -136,8 +136,9 @@ def test_how_rows_are_held_is_not_for_an_engine_that_runs(directory: Path) -> No
 
 
 def test_a_demo_of_a_store_that_is_not_used_is_an_error(directory: Path) -> None:
-    model = save_tiny_model(directory / "model", mamba2_config())
-    result = run(directory, "engine", "demo", "--model", str(model))
+    model = save_tiny_model(directory / "model")
+    late = ("--kv-bits", "8", "--quantized-kv-start", "9", "--max-batch", "1")
+    result = run(directory, "engine", "demo", "--model", str(model), *late)
     assert result.returncode == 1
     assert "error: there is nothing to show, for nothing is stored: " in result.stderr
 
