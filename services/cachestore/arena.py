@@ -8,20 +8,7 @@ from typing import NamedTuple
 from sortedcontainers import SortedList
 
 from cachestore.config import EXTENT_UNIT_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """A piece of a slab; `offset` and `length` are multiples of 256 bytes.
-
-    `generation` counts allocations of the whole arena, so that the same bytes, allocated again,
-    are another extent.
-    """
-
-    slab_id: int
-    offset: int
-    length: int
-    generation: int
+from cachestore.extent import Extent
 
 
 class State(Enum):

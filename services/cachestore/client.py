@@ -15,22 +15,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cachestore import endpoint, handover, reply
 from cachestore.config import ENTRIES_PER_CALL_MAX
+from cachestore.extent import Extent
 from cachestore.frame import SESSION_METADATA
 from cachestore.launch import LaunchError, spawn
-from cachestore.reply import (
-    Checkpoint,
-    Extent,
-    Lease,
-    MatchKind,
-    NewCheckpoint,
-    Piece,
-    Reservation,
-    Span,
-    StagedCheckpoint,
-)
+from cachestore.reply import Checkpoint, Lease, MatchKind, Reservation, Span
 from cachestore.slabs import SlabError, Slabs
 from cachestore.v1 import cachestore_pb2 as pb
 from cachestore.v1 import cachestore_pb2_grpc
+from cachestore.write import NewCheckpoint, Piece, StagedCheckpoint
 
 __all__ = [
     "Checkpoint",

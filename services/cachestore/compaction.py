@@ -6,8 +6,8 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
-from cachestore.arena import Extent
 from cachestore.eviction import Candidate
+from cachestore.extent import Extent
 from cachestore.holdings import Holdings
 
 # Of the free bytes, so much should lie in holes that a record of the median size fits in.

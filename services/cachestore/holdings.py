@@ -4,10 +4,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from cachestore.arena import Arena, Extent, State
+from cachestore.arena import Arena, State
 from cachestore.checkpoints import bounded, surplus
 from cachestore.config import TOKEN_BYTES, StoreConfig
 from cachestore.eviction import Candidate, LeastRecentlyUsed
+from cachestore.extent import Extent
 from cachestore.inventory import Inventory
 from cachestore.node import Checkpoint, Record, Span
 from cachestore.refusal import NeedSlab, RefusalCode, Refused

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from sortedcontainers import SortedList
 
-from cachestore.arena import Extent
 from cachestore.eviction import Candidate
+from cachestore.extent import Extent
 
 
 class Inventory:

@@ -4,7 +4,7 @@ import mmap
 from collections.abc import Mapping
 
 from cachestore import shm
-from cachestore.arena import Extent
+from cachestore.extent import Extent
 from cachestore.retirement import Slab
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import KW_ONLY, dataclass, field
 
-from cachestore.arena import Extent
+from cachestore.extent import Extent
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from cachestore.extent import Extent
 from cachestore.v1 import cachestore_pb2
+from cachestore.write import Piece, StagedCheckpoint
 
 _EXTENT_UNIT_BYTES = 256
 _TOKEN_BYTES = 4
@@ -36,15 +38,6 @@ _KINDS = {
     cachestore_pb2.MATCH_KIND_LCP: MatchKind.LCP,
     cachestore_pb2.MATCH_KIND_MISS: MatchKind.MISS,
 }
-
-
-class Extent(NamedTuple):
-    """Bytes [offset, offset + length) of a slab."""
-
-    slab_id: int
-    offset: int
-    length: int
-    generation: int
 
 
 class Span(NamedTuple):
@@ -88,31 +81,6 @@ class Lease:
     spans: tuple[Span, ...]
     seconds: float
     checkpoint: Checkpoint | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class NewCheckpoint:
-    """A checkpoint that the caller could write: after `position` tokens, in at most `nbytes`."""
-
-    position: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Room for one record of rows [first_token, first_token + rows) of the sequence."""
-
-    extent: Extent
-    first_token: int
-    rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class StagedCheckpoint:
-    """Room for the record of a checkpoint."""
-
-    position: int
-    extent: Extent
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +188,7 @@ def _staged(
     end: int,
 ) -> tuple[StagedCheckpoint, ...]:
     sizes = {new.position: new.bytes for new in wanted if new.position <= end}
-    checkpoints = tuple(StagedCheckpoint(each.position, _extent(each.extent)) for each in staged)
+    checkpoints = tuple(StagedCheckpoint(_extent(each.extent), each.position) for each in staged)
     for each in checkpoints:
         if not 0 < sizes.get(each.position, 0) <= each.extent.length:
             raise Contradiction(f"{each.extent.length} bytes for a checkpoint at {each.position}")

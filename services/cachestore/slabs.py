@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from cachestore import handover
-from cachestore.reply import Extent
+from cachestore.extent import Extent
 
 
 class SlabError(Exception):

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cachestore.arena import Extent, State, aligned
+from cachestore.arena import State, aligned
 from cachestore.config import StoreConfig
+from cachestore.extent import Extent
 from cachestore.holdings import Holdings, Kept
 from cachestore.lease import Claims
 from cachestore.refusal import NeedSlab, RefusalCode, Refused

@@ -3,11 +3,12 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from cachestore.arena import Extent, State
+from cachestore.arena import State
 from cachestore.catalog import Catalog
 from cachestore.compaction import Compaction, Move
 from cachestore.config import StoreConfig
 from cachestore.eviction import Candidate
+from cachestore.extent import Extent
 from cachestore.holdings import Holdings
 from cachestore.lease import random_id
 from cachestore.node import Span

@@ -8,8 +8,8 @@ from operator import attrgetter
 
 import numpy as np
 
-from cachestore.arena import Extent
 from cachestore.config import TOKEN_BYTES
+from cachestore.extent import Extent
 from cachestore.node import Checkpoint, Record, Span
 
 

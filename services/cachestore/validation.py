@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from cachestore.arena import Extent
 from cachestore.config import (
     CHECKPOINTS_PER_CALL_MAX,
     LABEL_BYTES_MAX,
@@ -14,6 +13,7 @@ from cachestore.config import (
     TOKEN_BYTES,
     WAIT_SECONDS_MAX,
 )
+from cachestore.extent import Extent
 from cachestore.refusal import RefusalCode, Refused
 from cachestore.write import NewCheckpoint
 

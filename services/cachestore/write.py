@@ -1,10 +1,10 @@
-"""What a write consists of."""
+"""What a write consists of: to the store, and as far as they speak of it to a client."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cachestore.arena import Extent
 from cachestore.config import TOKEN_BYTES
+from cachestore.extent import Extent
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@ import itertools
 
 import pytest
 
-from cachestore.arena import Arena, Extent, State, aligned
+from cachestore.arena import Arena, State, aligned
+from cachestore.extent import Extent
 
 
 def arena_of(*slab_bytes: int) -> Arena:

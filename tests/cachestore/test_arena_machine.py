@@ -4,7 +4,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cachestore.arena import Arena, Extent, State
+from cachestore.arena import Arena, State
+from cachestore.extent import Extent
 from tests.support.machines import MACHINE
 
 UNIT = 256

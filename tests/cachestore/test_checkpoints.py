@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from cachestore.arena import Extent
 from cachestore.checkpoints import (
     BRANCH_IDLE_SECONDS,
     Group,
@@ -13,6 +12,7 @@ from cachestore.checkpoints import (
     deepest,
     surplus,
 )
+from cachestore.extent import Extent
 from cachestore.node import Checkpoint, Span
 from cachestore.tree import Tree, Walk, along
 from tests.support.stores import NAMESPACE, packed

@@ -2,8 +2,8 @@ import time
 
 import pytest
 
-from cachestore.arena import Extent
 from cachestore.eviction import Candidate, LeastRecentlyUsed
+from cachestore.extent import Extent
 from cachestore.node import Record, Span
 from cachestore.store import Store
 from cachestore.tree import Tree

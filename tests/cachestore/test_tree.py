@@ -1,6 +1,6 @@
 import pytest
 
-from cachestore.arena import Extent
+from cachestore.extent import Extent
 from cachestore.node import Record, Span
 from cachestore.tree import MatchKind, Tree
 from tests.support.stores import NAMESPACE, packed

@@ -4,8 +4,8 @@ checkpoint is right behind it."""
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cachestore.arena import Extent
 from cachestore.checkpoints import beneath
+from cachestore.extent import Extent
 from cachestore.node import Checkpoint, Record, Span
 from cachestore.tree import MatchKind, Tree, Walk
 from tests.support.machines import MACHINE
