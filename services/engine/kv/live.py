@@ -56,10 +56,6 @@ class LiveCaches:
     reasons: Mapping[int, str] = field(default_factory=dict)
     config: KvConfig = field(default_factory=KvConfig)
 
-    @property
-    def quantized(self) -> bool:
-        return any(precision != FULL for precision in self.precisions.values())
-
     def fresh(self) -> list[Any]:
         numbers = itertools.count()
         return [self._made(cache, numbers) for cache in make_prompt_cache(self.model)]
