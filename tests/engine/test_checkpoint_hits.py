@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from engine.checkpoints import Boundaries
 from engine.config import CHECKPOINT_STRIDE_MIN
 from engine.kv.kinds import NotCacheable, Snapshot
 from engine.prefix import Found
-from tests.support.daemons import Cachestore, short_directory, start_cachestore
-from tests.support.engines import InProcess, Reply, assert_same, in_process
+from tests.support.daemons import Cachestore
+from tests.support.engines import InProcess, assert_same, in_process
 from tests.support.models import (
     gemma3_config,
     llama4_config,
@@ -24,11 +23,10 @@ from tests.support.models import (
     qwen3_next_config,
     save_tiny_model,
 )
+from tests.support.pairs import OTHER_CUTS, SAME_CUTS, Pair, paired, prompt
 from tests.support.waiting import until
 
 STRIDE = CHECKPOINT_STRIDE_MIN
-SAME_CUTS = 1e-5
-OTHER_CUTS = 2e-4
 
 CONFIGS = {
     "gemma3_text": gemma3_config(),
@@ -38,42 +36,10 @@ CONFIGS = {
 }
 
 
-@dataclass
-class Pair:
-    """Two engines on the same weights, one with a store and one without."""
-
-    warm: InProcess
-    cold: InProcess
-    store: Cachestore
-
-    def stored(self, tokens: list[int], max_tokens: int = 1) -> Reply:
-        reply = self.warm.ask(tokens, max_tokens)
-        self.warm.settle()
-        return reply
-
-    def check(self, tokens: list[int], kind: MatchKind, cached: int) -> None:
-        """A request is served so, and as if it were cold."""
-        reply = self.warm.ask(tokens)
-        self.warm.settle()
-        usage = reply.done.usage
-        assert (usage.match, usage.cached_tokens) == (kind, cached)
-        assert_same(reply, self.cold.ask(tokens), OTHER_CUTS)
-
-
 @pytest.fixture(scope="module", params=CONFIGS)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    with short_directory() as directory:
-        model = save_tiny_model(directory / "model", CONFIGS[request.param])
-        with (
-            start_cachestore(directory, budget="256MiB") as store,
-            in_process(model, store.socket, cache_codec="none", checkpoint_stride=STRIDE) as warm,
-            in_process(model, None) as cold,
-        ):
-            yield Pair(warm, cold, store)
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return [int(t) for t in np.random.default_rng(seed).integers(0, 256, length)]
+    with paired(CONFIGS[request.param], checkpoint_stride=STRIDE) as pair:
+        yield pair
 
 
 def test_the_same_prompt_again_is_the_same_to_the_last_bits(pair: Pair) -> None:
@@ -95,14 +61,14 @@ def test_a_match_is_worth_its_deepest_checkpoint(pair: Pair) -> None:
     tokens = prompt(2, 2 * STRIDE + 40)
     other = [(t + 1) % 256 for t in tokens]
     pair.stored(tokens)  # checkpoints at 256, 512, 551 and 552
-    pair.check([*tokens, *other[:9]], MatchKind.PREFIX, 552)
-    pair.check([*tokens[:551], other[551], 3], MatchKind.LCP, 551)
-    pair.check([*tokens[:550], other[550], 3], MatchKind.LCP, 512)
-    pair.check([*tokens[:512], other[512]], MatchKind.LCP, 512)
-    pair.check([*tokens[:511], other[511]], MatchKind.LCP, 256)
+    pair.assert_served([*tokens, *other[:9]], MatchKind.PREFIX, 552)
+    pair.assert_served([*tokens[:551], other[551], 3], MatchKind.LCP, 551)
+    pair.assert_served([*tokens[:550], other[550], 3], MatchKind.LCP, 512)
+    pair.assert_served([*tokens[:512], other[512]], MatchKind.LCP, 512)
+    pair.assert_served([*tokens[:511], other[511]], MatchKind.LCP, 256)
     # Now there is one at 511 too.
-    pair.check(tokens[:512], MatchKind.SUPERSEQUENCE, 511)
-    pair.check([*tokens[:100], other[100]], MatchKind.MISS, 0)
+    pair.assert_served(tokens[:512], MatchKind.SUPERSEQUENCE, 511)
+    pair.assert_served([*tokens[:100], other[100]], MatchKind.MISS, 0)
 
 
 def test_a_chat_goes_on_from_its_reply_and_others_from_its_system_prompt(pair: Pair) -> None:
@@ -117,8 +83,8 @@ def test_a_chat_goes_on_from_its_reply_and_others_from_its_system_prompt(pair: P
         tokens = tokens + reply.tokens[:8] + prompt(5 + turn, 7)
     # The reply is left out: the last message is gone on from.
     again = [*tokens[:117], *prompt(9, 12)]
-    pair.check(again, MatchKind.LCP, 117)
-    pair.check([*system, *prompt(10, 12)], MatchKind.LCP, 90)
+    pair.assert_served(again, MatchKind.LCP, 117)
+    pair.assert_served([*system, *prompt(10, 12)], MatchKind.LCP, 90)
 
 
 def test_warm_says_what_a_lookup_finds(pair: Pair) -> None:
@@ -127,7 +93,7 @@ def test_warm_says_what_a_lookup_finds(pair: Pair) -> None:
         reply = pair.warm.ask(tokens, max_tokens=1, warm=True)
         assert reply.done.stored_tokens == 130
     assert reply.done.usage.cached_tokens == 129
-    pair.check([*tokens, 7], MatchKind.PREFIX, 130)
+    pair.assert_served([*tokens, 7], MatchKind.PREFIX, 130)
 
 
 @pytest.mark.parametrize("staggered", [False, True])
@@ -178,15 +144,7 @@ def test_stored_bytes_are_not_changed_by_requests_that_use_them(pair: Pair) -> N
 @pytest.mark.parametrize("events", [0, 1, 4])
 def test_a_cancelled_request_leaves_checkpoints_that_are_right(pair: Pair, events: int) -> None:
     tokens = prompt(50 + events, 300)
-    request_id = pair.warm.submit(tokens, max_tokens=400)
-    for _ in range(events):
-        pair.warm.next_event(request_id)
-    pair.warm.engine.worker.cancel(request_id)
-    pair.warm.settle()
-    longer = [*tokens, *prompt(60, 5)]
-    reply = pair.warm.ask(longer)
-    assert reply.done.usage.cached_tokens >= (299 if events else 0)
-    assert_same(reply, pair.cold.ask(longer), OTHER_CUTS)
+    pair.assert_right_after_cancel(tokens, prompt(60, 5), events, least=299 if events else 0)
 
 
 @pytest.mark.parametrize(

@@ -1,29 +1,17 @@
 """Law 1: a request served from the cache equals the same request served cold, and mlx-lm's own."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cachestore.client import MatchKind
-from tests.support.daemons import short_directory, start_cachestore
-from tests.support.engines import InProcess, assert_same, in_process
-from tests.support.models import llama_config, mistral_config, qwen3_config, save_tiny_model
+from tests.support.engines import assert_same
+from tests.support.models import llama_config, mistral_config, qwen3_config
+from tests.support.pairs import OTHER_CUTS, SAME_CUTS, Pair, paired, prompt
 
 RECORD = 256  # rows of a full record
-SAME_CUTS = 1e-5
-OTHER_CUTS = 2e-4
-
-
-@dataclass
-class Pair:
-    """Two engines on the same weights, one with a store and one without."""
-
-    warm: InProcess
-    cold: InProcess
-
 
 CONFIGS = {
     "1 KV head": llama_config(heads=4, kv_heads=1),
@@ -36,18 +24,8 @@ CONFIGS = {
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    with short_directory() as directory:
-        model = save_tiny_model(directory / "model", CONFIGS[request.param])
-        with (
-            start_cachestore(directory, budget="256MiB") as store,
-            in_process(model, store.socket, cache_codec="none") as warm,
-            in_process(model, None) as cold,
-        ):
-            yield Pair(warm, cold)
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return [int(t) for t in np.random.default_rng(seed).integers(0, 256, length)]
+    with paired(CONFIGS[request.param]) as pair:
+        yield pair
 
 
 LENGTHS = (1, 2, 5, RECORD - 1, RECORD, RECORD + 1, 2 * RECORD - 1, 2 * RECORD + 1)
@@ -137,16 +115,8 @@ def test_hits_and_misses_of_mixed_lengths_in_one_batch(pair: Pair, order: int) -
 @pytest.mark.parametrize("leave_after", [0, 1, 5])
 def test_a_cancelled_request_leaves_rows_that_are_right(pair: Pair, leave_after: int) -> None:
     tokens = prompt(1300 + leave_after, 290)
-    request_id = pair.warm.submit(tokens, max_tokens=400)
-    for _ in range(leave_after):
-        pair.warm.next_event(request_id)
-    pair.warm.engine.worker.cancel(request_id)
-    pair.warm.settle()
-    longer = tokens + prompt(9, 5)
-    reply = pair.warm.ask(longer)
-    if leave_after:
-        assert reply.done.usage.cached_tokens >= len(tokens)
-    assert_same(reply, pair.cold.ask(longer), OTHER_CUTS)
+    least = len(tokens) if leave_after else 0
+    pair.assert_right_after_cancel(tokens, prompt(9, 5), leave_after, least)
 
 
 def test_stored_rows_are_not_changed_by_requests_that_use_them(pair: Pair, tmp_path: Path) -> None:

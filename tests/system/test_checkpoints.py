@@ -53,6 +53,17 @@ def ask(engine: EngineDaemon, prompt: pb.Prompt) -> tuple[list[int], str, pb.Usa
     return tokens, text, done.usage
 
 
+def ask_at_once(
+    cachestore: Cachestore, engine: EngineDaemon, crowd: list[pb.Prompt]
+) -> list[tuple[list[int], str, pb.Usage]]:
+    """All of them, while the first one computes."""
+    with ThreadPoolExecutor(len(crowd)) as pool:
+        leader = pool.submit(ask, engine, crowd[0])
+        until(lambda: cachestore.stats().announced == 1, "the leader to announce")
+        others = [pool.submit(ask, engine, prompt) for prompt in crowd[1:]]
+        return [each.result(timeout=120) for each in (leader, *others)]
+
+
 def settled(store: Cachestore, engine: EngineDaemon) -> None:
     """Everything that was computed is stored."""
 
@@ -98,14 +109,8 @@ def test_a_crowd_on_one_system_prompt_computes_it_once(
     crowd = [chat(SYSTEM, ("user", f"Question {n}")) for n in range(8)]
     # Slow enough that all of them arrive while the first one computes.
     flags = (*where(cachestore), "--cache-codec", "none", "--prefill-step", "8")
-    with (
-        serving(directory, CONFIGS["qwen3_next"], *flags) as engine,
-        ThreadPoolExecutor(len(crowd)) as pool,
-    ):
-        leader = pool.submit(ask, engine, crowd[0])
-        until(lambda: cachestore.stats().announced == 1, "the leader to announce")
-        others = [pool.submit(ask, engine, prompt) for prompt in crowd[1:]]
-        answers = [each.result(timeout=120) for each in (leader, *others)]
+    with serving(directory, CONFIGS["qwen3_next"], *flags) as engine:
+        answers = ask_at_once(cachestore, engine, crowd)
     assert answers[0][2].cached_tokens == 0
     rests = [usage.prompt_tokens - usage.cached_tokens for _, _, usage in answers[1:]]
     assert max(rests) < 60 < len(SYSTEM[1])
@@ -117,14 +122,8 @@ def test_a_crowd_on_one_raw_prompt_computes_it_once_up_to_a_stride(
     shared = [int(t) for t in np.random.default_rng(1).integers(0, 256, 600)]
     crowd = [ids([*shared, n, 5]) for n in range(8)]
     flags = (*where(cachestore), "--prefill-step", "8", "--checkpoint-stride", "256")
-    with (
-        serving(directory, CONFIGS["gemma3_text"], *flags) as engine,
-        ThreadPoolExecutor(len(crowd)) as pool,
-    ):
-        leader = pool.submit(ask, engine, crowd[0])
-        until(lambda: cachestore.stats().announced == 1, "the leader to announce")
-        others = [pool.submit(ask, engine, prompt) for prompt in crowd[1:]]
-        answers = [each.result(timeout=120) for each in (leader, *others)]
+    with serving(directory, CONFIGS["gemma3_text"], *flags) as engine:
+        answers = ask_at_once(cachestore, engine, crowd)
     assert [usage.cached_tokens for _, _, usage in answers] == [0, *[512] * 7]
 
 
