@@ -196,7 +196,8 @@ SCENARIOS: Mapping[str, Scenario] = {
 class Row:
     """Medians over the runs. Of the times to the first token of a run's requests: the median, the
     longest, and each in the order of the requests. `first_token_ratio` is mlx-lm's median over
-    this one's, `speed_ratio` mlx-lm's seconds over this one's: above 1 is better than mlx-lm.
+    this one's. `speed_ratios` are mlx-lm's seconds over this one's in each run, where one was
+    asked right after the other, and `speed_ratio` is their median: above 1 is better than mlx-lm.
     Tokens are those of one run."""
 
     scenario: str
@@ -211,22 +212,24 @@ class Row:
     completion_tokens: int
     first_token_ratio: float
     speed_ratio: float
+    speed_ratios: tuple[float, ...]
 
 
 def summary(scenario: str, trials: Mapping[str, list[Trial]]) -> list[Row]:
     """`trials`: of each server, mlx-lm's first, one for each run."""
     rows: list[Row] = []
+    first_of_all = next(iter(trials.values()))
     for server, runs in trials.items():
+        ratios = [one.seconds / run.seconds for one, run in zip(first_of_all, runs, strict=True)]
         firsts = [[answer.first_token_seconds for answer in run.answers] for run in runs]
         first = median(median(times) for times in firsts)
-        total = median(run.seconds for run in runs)
         answers = runs[-1].answers
         generated = [sum(answer.completion_tokens for answer in run.answers) for run in runs]
         rows.append(
             Row(
                 scenario,
                 server,
-                total,
+                median(run.seconds for run in runs),
                 median(tokens / run.seconds for tokens, run in zip(generated, runs, strict=True)),
                 first,
                 median(max(times) for times in firsts),
@@ -235,7 +238,8 @@ def summary(scenario: str, trials: Mapping[str, list[Trial]]) -> list[Row]:
                 sum(answer.cached_tokens for answer in answers),
                 generated[-1],
                 rows[0].first_token_seconds / first if rows else 1.0,
-                rows[0].seconds / total if rows else 1.0,
+                median(ratios),
+                tuple(ratios),
             )
         )
     return rows
@@ -248,11 +252,16 @@ def measure(
     for name in names:
         found: dict[str, dict[str, list[Trial]]] = {}
         for run in range(runs):
+            progress(f"{name}, run {run + 1} of {runs}")
             # By turns first: whoever comes second finds the machine as the other one left it.
-            for server in servers if run % 2 == 0 else servers[::-1]:
-                progress(f"{name}, run {run + 1} of {runs}, {server.name}")
-                prompts = Prompts(model, size, (run, *name.encode()))
-                for scenario, trial in SCENARIOS[name](server, prompts):
+            turns = servers if run % 2 == 0 else servers[::-1]
+            asked = [
+                SCENARIOS[name](server, Prompts(model, size, (run, *name.encode())))
+                for server in turns
+            ]
+            # One after the other at each step, for the machine's speed drifts within minutes.
+            for step in zip(*asked, strict=True):
+                for server, (scenario, trial) in zip(turns, step, strict=True):
                     trials = found.setdefault(scenario, {server.name: [] for server in servers})
                     trials[server.name].append(trial)
         for scenario, trials in found.items():
@@ -286,6 +295,7 @@ COLUMNS: Columns = {
     "reply": lambda row: str(row.completion_tokens),
     "of mlx-lm's": lambda row: f"{row.first_token_ratio:.2f}",
     "speed": lambda row: f"{row.speed_ratio:.2f}",
+    "of single runs": lambda row: f"{min(row.speed_ratios):.2f} to {max(row.speed_ratios):.2f}",
 }
 
 
