@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from engine import backend, cli, config
+from engine.assembly import Engine
 from engine.backend import Backend, BackendError
 from engine.config import EngineConfig, Listen, parse_listen
 from engine.flags import ConfigError
 from engine.kv import layout
 from engine.kv.codec import CODECS
 from engine.kv.recurrent import RecurrentCache
-from engine.server import Engine
 from tests.support.models import gpt_bigcode_config, mamba2_config, save_tiny_model
 
 NOWHERE = "unix:/tmp/nobody-is-here.sock"

@@ -15,13 +15,13 @@ import numpy.typing as npt
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
+from engine.assembly import Engine
 from engine.batch import Token
 from engine.config import EngineConfig, Listen
 from engine.core import Core
 from engine.remote import EngineProcess, connect
 from engine.request import Delta, Done, Event, Failed, Request, Sampling
 from engine.rows import State
-from engine.server import Engine
 from engine.v1 import engine_pb2 as pb
 from tests.support.waiting import until
 
