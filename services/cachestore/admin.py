@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,6 +17,7 @@ from rich.progress import Progress
 
 from cachestore import listing
 from cachestore.client import Client, StoreRefused, StoreUnavailable
+from cachestore.endpoint import EndpointError
 from cachestore.flags import Parser, cachestore_socket, seconds
 from cachestore.record import RecordError
 from cachestore.report import namespace_name, namespace_report, report, size_text, tables
@@ -33,12 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     flags = parser.parse_args(arguments)
     try:
-        path = cachestore_socket(flags.socket)
-    except ValueError as error:
+        return int(flags.run(flags))
+    except EndpointError as error:
         parser.error(str(error))
-    try:
-        with Client.connect(path, role="admin") as client:
-            return int(flags.run(client, flags))
     except (StoreRefused, RecordError, _Wrong) as error:
         message = error.message if isinstance(error, StoreRefused) else error
         sys.stderr.write(f"error: {message}\n")
@@ -47,12 +45,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Nobody reads on, as with head. What the exit of Python would flush goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except StoreUnavailable as error:
-        start = ["cachestore", "serve", *(["--socket", str(path)] if flags.socket else [])]
-        sys.stderr.write(
-            f"error: no cachestore answers: {error}; start one with: {shlex.join(start)}\n"
-        )
-        return 1
+
+
+def _asking(run: Callable[[Client, argparse.Namespace], int]) -> Callable[..., int]:
+    """A command that needs a running cachestore: it is given a connection to it."""
+
+    def connected(flags: argparse.Namespace) -> int:
+        path = cachestore_socket(flags.socket)
+        try:
+            with Client.connect(path, role="admin") as client:
+                return run(client, flags)
+        except StoreUnavailable as error:
+            start = ["cachestore", "serve", *(["--socket", str(path)] if flags.socket else [])]
+            sys.stderr.write(
+                f"error: no cachestore answers: {error}; start one with: {shlex.join(start)}\n"
+            )
+            return 1
+
+    return connected
 
 
 def _stats(client: Client, flags: argparse.Namespace) -> int:
@@ -211,9 +221,9 @@ def _parser() -> Parser:
         metavar="SECONDS",
         help="show them again and again, every 2 seconds unless said otherwise",
     )
-    stats.set_defaults(run=_stats)
+    stats.set_defaults(run=_asking(_stats))
     health = commands.add_parser("health", help="exit code 0 when the daemon serves")
-    health.set_defaults(run=_health)
+    health.set_defaults(run=_asking(_health))
     _add_contents(commands)
     return parser
 
@@ -222,10 +232,15 @@ def _add_contents(commands: "argparse._SubParsersAction[Parser]") -> None:
     """The commands that look at single namespaces and records, or change what is held."""
 
     def add(
-        name: str, run: object, text: str, *, record: bool = False, json: bool = False
+        name: str,
+        run: Callable[[Client, argparse.Namespace], int],
+        text: str,
+        *,
+        record: bool = False,
+        json: bool = False,
     ) -> Parser:
         command = commands.add_parser(name, help=text)
-        command.set_defaults(run=run)
+        command.set_defaults(run=_asking(run))
         if record:
             command.add_argument(
                 "record", type=int, help="id of a record or checkpoint, as ls shows it"
