@@ -1,39 +1,31 @@
 """`cachestore serve`: flags in, exit code out."""
 
 import argparse
-import logging
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cachestore import endpoint, shm
+from cachestore import endpoint, logs, shm
 from cachestore.budget import default_budget_bytes, parse_budget, physical_memory_bytes
 from cachestore.config import BUDGET_BYTES_MIN, CHECKPOINTS_MAX, CHECKPOINTS_MAX_MIN, StoreConfig
 from cachestore.flags import Parser, cachestore_socket, seconds
 from cachestore.server import ServerConfig, run
 
-_LEVELS = ("debug", "info", "warning", "error")
+EXIT_USAGE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    flags = parser.parse_args(arguments)
-    logging.basicConfig(
-        level=flags.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    flags = _parser().parse_args(arguments)
     try:
+        logs.begin(logs.config_of(flags, "cachestore"))
         config = _config(flags)
     except ValueError as error:
-        parser.error(str(error))
+        logs.last_words(error)
+        return EXIT_USAGE
     try:
         run(config)
-    except endpoint.Held as error:
-        print(f"error: {error}", file=sys.stderr)
-        return endpoint.EXIT_HELD
     except endpoint.EndpointError as error:
-        parser.error(str(error))
+        logs.last_words(error)
+        return endpoint.EXIT_HELD if isinstance(error, endpoint.Held) else EXIT_USAGE
     return 0
 
 
@@ -42,7 +34,7 @@ def _config(flags: argparse.Namespace) -> ServerConfig:
     path = cachestore_socket(flags.socket)
     shm.way_chosen()  # better refused now than at the first slab
     store = StoreConfig(budget_bytes=flags.budget, checkpoints_max=flags.checkpoints_max)
-    return ServerConfig(path, store, flags.idle_exit)
+    return ServerConfig(path, store, flags.idle_exit, flags.reflection)
 
 
 def _parser() -> Parser:
@@ -77,7 +69,10 @@ def _parser() -> Parser:
         metavar="SECONDS",
         help="end after that long without an engine (default: never)",
     )
-    serve.add_argument("--log-level", choices=_LEVELS, default="info", help="default: info")
+    serve.add_argument(
+        "--reflection", action="store_true", help="let gRPC clients ask what is served"
+    )
+    logs.add_flags(serve)
     return parser
 
 

@@ -22,6 +22,9 @@ ENTRIES_PER_CALL_MAX = 256
 CHECKPOINTS_PER_CALL_MAX = 64
 CHECKPOINTS_MAX, CHECKPOINTS_MAX_MIN = 8, 2
 
+# Of a log file, and how many full ones are kept beside it.
+LOG_BYTES_MAX, LOG_FILES_BEFORE = 8 * MIB, 4
+
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig:

@@ -11,12 +11,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
 
 from cachestore import endpoint
 from cachestore.config import StoreConfig
+from cachestore.health import Health, reflect
 from cachestore.memory import Memory
+from cachestore.notify import Notifier
 from cachestore.retirement import Retirement, Slab
 from cachestore.service import CachestoreService
 from cachestore.session import SessionServer
@@ -26,7 +26,9 @@ from cachestore.v1 import cachestore_pb2, cachestore_pb2_grpc
 
 MESSAGE_BYTES_MAX = 8 << 20
 _TICK_SECONDS = 1.0
-_GRACE_SECONDS = 1.0
+# Of calls that wait for rows; SIGTERM ends the daemon within a second.
+_GRACE_SECONDS = 0.5
+_SERVICE = cachestore_pb2.DESCRIPTOR.services_by_name["Cachestore"].full_name
 _OPTIONS = (
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -45,6 +47,7 @@ class ServerConfig:
     socket: Path
     store: StoreConfig
     idle_exit_seconds: float | None = None
+    reflection: bool = False
 
 
 def run(config: ServerConfig) -> None:
@@ -66,6 +69,7 @@ def run(config: ServerConfig) -> None:
 async def _serve(config: ServerConfig) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    notifier = Notifier.take()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     release = version("mlx-cachestore")
@@ -84,39 +88,30 @@ async def _serve(config: ServerConfig) -> None:
     )
     server = grpc.aio.server(options=_OPTIONS)
     cachestore_pb2_grpc.add_CachestoreServicer_to_server(service, server)
-    health = await _add_health(server)
+    health = await Health.of(server, _SERVICE)
+    if config.reflection:
+        reflect(server, _SERVICE)
+    feeding = asyncio.create_task(notifier.feed(lambda: True))
     try:
         await _start(server, sessions, config.socket)
+        await health.set(True)
+        notifier.ready(f"serving at {config.socket}")
         _log.info("cachestore %s ready at %s", release, config.socket)
         calm_collector()
         upkeep = Upkeep(store, time.monotonic, lambda: service.calls, retirement.retire)
         while not await _ended(stop, config, sessions):
             upkeep.tick()
-            await upkeep.compact(Memory(slabs).move)
+            await upkeep.compact(Memory(slabs).move, stop.is_set)
             if not store.sound:
-                await _set_health(health, health_pb2.HealthCheckResponse.NOT_SERVING)
+                await health.set(False)
     finally:
-        await health.enter_graceful_shutdown()
+        feeding.cancel()
+        notifier.stopping()
+        await health.over()
         await sessions.stop()
         await server.stop(_GRACE_SECONDS)
         config.socket.unlink(missing_ok=True)
     _log.info("cachestore ends")
-
-
-async def _add_health(server: grpc.aio.Server) -> health_aio.HealthServicer:
-    health = health_aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    await _set_health(health, health_pb2.HealthCheckResponse.SERVING)
-    return health
-
-
-async def _set_health(
-    health: health_aio.HealthServicer,
-    status: health_pb2.HealthCheckResponse.ServingStatus.ValueType,
-) -> None:
-    name = cachestore_pb2.DESCRIPTOR.services_by_name["Cachestore"].full_name
-    for service in ("", name):
-        await health.set(service, status)
 
 
 async def _start(server: grpc.aio.Server, sessions: SessionServer, path: Path) -> None:

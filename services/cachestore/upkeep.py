@@ -76,10 +76,10 @@ class Upkeep:
             self._busy_until = now
         self._calls_seen = calls
 
-    async def compact(self, move: Move) -> None:
+    async def compact(self, move: Move, stopping: Callable[[], bool]) -> None:
         """Bring free bytes together, as far as one second allows it."""
         for _ in range(_COMPACTION_STEPS_MAX):
-            if not self._store.compact(move):
+            if stopping() or not self._store.compact(move):
                 return
             await asyncio.sleep(_COMPACTION_PAUSE_SECONDS)
 

@@ -63,11 +63,12 @@ class Engine:
             self.link.start()
             _compare_budget(self.link, self.settings.cachestore_budget_bytes)
 
-    def stop(self) -> None:
-        """Idempotent. Running requests fail with UNAVAILABLE; given writes are finished."""
+    def stop(self, write_seconds: float | None = None) -> None:
+        """Idempotent. Running requests fail with UNAVAILABLE; given writes are finished, or
+        dropped after so many seconds."""
         self.worker.stop()
         if self.prefix is not None:
-            self.prefix.close()
+            self.prefix.close(write_seconds)
         if self.link is not None:
             self.link.close()
 

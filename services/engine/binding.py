@@ -1,4 +1,4 @@
-"""The address that is served: reserved before the model is loaded, bound once it is."""
+"""The address that is served: reserved, then bound, before the model is loaded."""
 
 import contextlib
 import os
@@ -27,8 +27,10 @@ def reserved(listen: Listen) -> Iterator[None]:
     lock = endpoint.Lock(path)
     try:
         lock.remove_socket(path)
-        yield
-        lock.remove_socket(path)
+        try:
+            yield
+        finally:
+            lock.remove_socket(path)
     finally:
         lock.release()
 
@@ -50,7 +52,7 @@ def bind(server: grpc.aio.Server, listen: Listen) -> str:
 
 
 def _check_port(listen: Listen) -> None:
-    """Loading takes long: that the port is taken is better said before."""
+    """gRPC does not say why it cannot bind."""
     host, _, port = listen.target.rpartition(":")
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     with socket.socket(family) as probe:

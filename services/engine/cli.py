@@ -1,11 +1,10 @@
 """The command `engine`: serve, generate, chat, demo, bench-kv, quality."""
 
 import argparse
-import logging
 import os
 import sys
 
-from cachestore import endpoint
+from cachestore import endpoint, logs
 from cachestore.flags import Parser
 from engine import __version__, backend, bench_kv, chat, config, generate, kvflags, quality, serve
 from engine.flags import ConfigError
@@ -16,15 +15,11 @@ EXIT_USAGE = 2
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the process's exit code."""
     options = _parser().parse_args(arguments)
-    logging.basicConfig(
-        level=options.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
     try:
+        logs.begin(logs.config_of(options, "engine"))
         return int(options.run(options))
-    except (ConfigError, endpoint.EndpointError, backend.BackendError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ConfigError, endpoint.EndpointError, backend.BackendError, logs.LogError) as error:
+        logs.last_words(error)
         return EXIT_USAGE
     except KeyboardInterrupt:
         return 130
@@ -42,7 +37,6 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     serving = commands.add_parser("serve", help="load a model and serve it")
     serve.add_flags(serving)
-    _add_log_level(serving, "info")
     generating = commands.add_parser("generate", help="ask a running engine, or start one")
     generate.add_flags(generating)
     _add_log_level(generating, "warning")
@@ -60,8 +54,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_log_level(parser: argparse.ArgumentParser, default: str) -> None:
-    levels = ["debug", "info", "warning", "error"]
-    parser.add_argument("--log-level", choices=levels, default=default)
+    parser.add_argument("--log-level", choices=logs.LEVELS, default=default)
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:

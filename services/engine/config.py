@@ -24,6 +24,12 @@ LOGIT_BIAS_TOKENS_MAX = 1024
 MAX_TOKENS_DEFAULT = 512
 QUEUE_REQUESTS_MAX = 256
 
+# For running streams and pending writes after SIGTERM, and for the worker's step after that.
+DRAIN_SECONDS_DEFAULT = 10
+STOP_SECONDS = 5.0
+# A step of the slowest machine that anybody would use: a prompt's 256 tokens at one a second.
+STALL_SECONDS_DEFAULT = 300
+
 # How long a request waits for rows of its prompt that another one computes.
 LOOKUP_WAIT_SECONDS = 120.0
 
@@ -134,6 +140,10 @@ class EngineConfig:
     max_batch: int | None = None
     prefill_step: int | None = None
     wired_limit_bytes: int = 0
+    drain_seconds: int = DRAIN_SECONDS_DEFAULT
+    stall_seconds: float = STALL_SECONDS_DEFAULT
+    reflection: bool = False
+    log_prompts: bool = False
     kv: KvConfig = field(default_factory=KvConfig)
 
     def __post_init__(self) -> None:

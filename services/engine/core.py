@@ -162,8 +162,11 @@ class Core:
         self._drop(row)
 
     def fail_all(self, code: grpc.StatusCode, message: str) -> None:
-        """End every request with a status."""
+        """End every request with a status; what rows that are over had still to store is counted
+        as dropped."""
         for row in list(self._rows.values()):
+            if row.is_over and (row.rows_final is None or not is_packed(row)):
+                self.prefix.give_up(row.found)
             self._fail(row, Failed(code, message))
 
     # --- one turn ------------------------------------------------------------------------

@@ -8,6 +8,7 @@ counted. Helper threads run no MLX operation; what they find out is posted to th
     writer thread    reserve, buffers ─▶ slab, commit, release: in the order they were given
 """
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -276,7 +277,9 @@ class Prefix:
     def release(self, found: Found) -> None:
         """End the lease, after the writes that were given before."""
         assert self._link is not None
-        self._writer.submit(self._link.drop, found.lease.id)
+        # Not once it is closing: then the leases end with the session.
+        with contextlib.suppress(RuntimeError):
+            self._writer.submit(self._link.drop, found.lease.id)
 
     def give_up(self, found: Found | None) -> None:
         """A write will not come, or be shorter than was announced: count it, and end the lease
@@ -353,10 +356,23 @@ class Prefix:
         """Wait until the writes and releases given before are done."""
         self._writer.submit(lambda: None).result()
 
-    def close(self) -> None:
-        """Finish what was given to be copied, then end the session, and with it every wait."""
-        self._copiers.shutdown()
-        self._writer.shutdown()
+    def close(self, seconds: float | None = None) -> None:
+        """Finish what was given to be stored, then end the session, and with it every wait.
+
+        Writes that have not begun after `seconds` are dropped and counted; None: as long as it
+        takes.
+        """
+        self._copiers.shutdown(cancel_futures=True)
+        with self._lock:
+            given = list(self._pending.values())
+        wait(given, seconds)
+        self._writer.shutdown(cancel_futures=True)
+        with self._lock:
+            dropped = len(self._pending)
+            self._pending.clear()
+            self._dropped += dropped
+        if dropped:
+            log.warning("%d writes dropped: there is no time left for them", dropped)
         if self._link is not None:
             self._link.close()
         self._askers.shutdown()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cachestore import budget, endpoint
+from cachestore import budget, endpoint, logs
 from engine import backend, config, kvflags, signals
 from engine.config import EngineConfig, Listen, parse_listen
 from engine.flags import ConfigError, whole
@@ -39,7 +39,36 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     _add_store_flags(parser)
     kvflags.add_flags(parser)
+    _add_life_flags(parser)
     parser.set_defaults(run=run)
+
+
+def _add_life_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--drain-seconds",
+        type=whole(0, 3600),
+        default=config.DRAIN_SECONDS_DEFAULT,
+        metavar="N",
+        help="after SIGTERM: for running replies to end and rows to be stored (default: "
+        "%(default)s)",
+    )
+    parser.add_argument(
+        "--stall-seconds",
+        type=whole(1, 86400),
+        default=config.STALL_SECONDS_DEFAULT,
+        metavar="N",
+        help="health is NOT_SERVING, and the systemd watchdog not fed, while one step takes longer "
+        "than this (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--reflection", action="store_true", help="let gRPC clients ask what is served"
+    )
+    parser.add_argument(
+        "--log-prompts",
+        action="store_true",
+        help="prompts and replies in the line that is logged of each request (default: never)",
+    )
+    logs.add_flags(parser)
 
 
 def _add_store_flags(parser: argparse.ArgumentParser) -> None:
@@ -72,6 +101,10 @@ def settings_of(flags: argparse.Namespace) -> EngineConfig:
         idle_exit_seconds=flags.idle_exit,
         prefill_step=flags.prefill_step,
         wired_limit_bytes=_wired_limit_bytes(flags.wired_limit),
+        drain_seconds=flags.drain_seconds,
+        stall_seconds=flags.stall_seconds,
+        reflection=flags.reflection,
+        log_prompts=_log_prompts(flags),
         **kvflags.settings_of(flags),
     )
 
@@ -82,9 +115,9 @@ def run(flags: argparse.Namespace) -> int:
     signals.interrupt()
     try:
         return _serve(settings)
-    except signals.Interrupted as interrupted:
+    except signals.Leave as leave:
         Console(stderr=True).show_cursor()  # the progress bar of a download hides it
-        os._exit(signals.exit_code(interrupted.number))
+        os._exit(leave.exit_code)
 
 
 def _serve(settings: EngineConfig) -> int:
@@ -111,6 +144,15 @@ def _serve(settings: EngineConfig) -> int:
 
 def _listen(text: str | None) -> Listen:
     return parse_listen(f"unix:{endpoint.engine_socket()}" if text is None else text)
+
+
+def _log_prompts(flags: argparse.Namespace) -> bool:
+    if flags.log_prompts and flags.log_level not in ("debug", "info"):
+        raise ConfigError(
+            f"--log-prompts would have no effect: with --log-level {flags.log_level} no request "
+            "is logged; leave it out"
+        )
+    return bool(flags.log_prompts)
 
 
 def _budget_bytes(text: str | None) -> int | None:

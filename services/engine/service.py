@@ -8,17 +8,18 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import grpc
 
 from cachestore.client import MatchKind
 from engine import __version__, config
+from engine.account import Account, Accounts, Context
 from engine.checkpoints import UNKNOWN, Boundaries
-from engine.prefix import PrefixStatus
+from engine.prefix import Prefix
 from engine.request import (
     Delta,
     Done,
@@ -28,6 +29,7 @@ from engine.request import (
     InvalidRequest,
     ModelLimits,
     Request,
+    Sink,
     Timing,
     TokenLogprobs,
     Usage,
@@ -38,8 +40,6 @@ from engine.tokenizer import PromptEncoder
 from engine.v1 import engine_pb2 as pb
 from engine.v1 import engine_pb2_grpc
 from engine.worker import Worker, WorkerOver
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 _MATCHES = {
     MatchKind.EXACT: pb.CACHE_MATCH_EXACT,
@@ -71,6 +71,14 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True)
+class _Opened:
+    """What is there once the model is loaded."""
+
+    served: ServedModel
+    prefix: Prefix
+
+
+@dataclass(frozen=True, slots=True)
 class _Encoded:
     """A prompt."""
 
@@ -79,51 +87,56 @@ class _Encoded:
 
 
 class EngineService(engine_pb2_grpc.EngineServicer):
-    """One per process. `prefix` tells the state of the cachestore at any time."""
+    """One per process. Every call is UNAVAILABLE until `open`, and new requests from `drain` on."""
 
-    def __init__(
-        self, served: ServedModel, worker: Worker, prefix: Callable[[], PrefixStatus]
-    ) -> None:
-        self._served = served
+    def __init__(self, worker: Worker, accounts: Accounts) -> None:
         self._worker = worker
-        self._prefix = prefix
+        self._accounts = accounts
+        self._opened: _Opened | None = None
         self._ids = itertools.count(1)
-        self._running = 0
+        self._running: dict[int, Sink] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
         self._started = time.monotonic()
         self._encoding = ThreadPoolExecutor(1, thread_name_prefix="encode")
 
+    def open(self, served: ServedModel, prefix: Prefix) -> None:
+        """Begin to serve: the model is loaded."""
+        self._opened = _Opened(served, prefix)
+
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
-        prompt = await self._encode(request.model, request.prompt, context)
-        try:
-            limits = self._served.limits
-            checked = request_from(request, prompt.tokens, limits, prompt.boundaries)
-        except InvalidRequest as error:
-            await _abort(context, error)
-        async with contextlib.aclosing(self._run(checked, context)) as events:
-            async for event in events:
-                yield _generated(event)
+        with self._account("Generate", request.prompt, context) as account:
+            prompt = await self._encode(request.model, request.prompt, context)
+            account.prompt_tokens = len(prompt.tokens)
+            try:
+                checked = request_from(request, prompt.tokens, self._limits, prompt.boundaries)
+            except InvalidRequest as error:
+                await _abort(context, error)
+            async with contextlib.aclosing(self._run(checked, context, account)) as events:
+                async for event in events:
+                    yield _generated(event)
 
     async def Warm(self, request: pb.WarmRequest, context: Context) -> pb.WarmResponse:
-        prompt = await self._encode(request.model, request.prompt, context)
-        tokens, boundaries = tuple(prompt.tokens), prompt.boundaries
-        try:
-            check_prompt(prompt.tokens, self._served.limits)
-        except InvalidRequest as error:
-            await _abort(context, error)
-        checked = Request(tokens, max_tokens=1, warm=True, boundaries=boundaries)
-        async with contextlib.aclosing(self._run(checked, context)) as events:
-            async for event in events:
-                if isinstance(event, Done):
-                    return pb.WarmResponse(
-                        usage=_usage(event.usage),
-                        timing=_timing(event.timing),
-                        stored_tokens=event.stored_tokens,
-                    )
+        with self._account("Warm", request.prompt, context) as account:
+            prompt = await self._encode(request.model, request.prompt, context)
+            account.prompt_tokens = len(prompt.tokens)
+            try:
+                check_prompt(prompt.tokens, self._limits)
+            except InvalidRequest as error:
+                await _abort(context, error)
+            tokens = tuple(prompt.tokens)
+            checked = Request(tokens, max_tokens=1, warm=True, boundaries=prompt.boundaries)
+            async with contextlib.aclosing(self._run(checked, context, account)) as events:
+                async for event in events:
+                    if isinstance(event, Done):
+                        return pb.WarmResponse(
+                            usage=_usage(event.usage),
+                            timing=_timing(event.timing),
+                            stored_tokens=event.stored_tokens,
+                        )
         raise AssertionError("a request ended without Done or Failed")
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
@@ -131,7 +144,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         return pb.TokenizeResponse(token_ids=prompt.tokens)
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
-        served, prefix = self._served, self._prefix()
+        opened = await self._require(context)
+        served, prefix = opened.served, opened.prefix.status
         return pb.GetModelResponse(
             name=served.name,
             architecture=served.architecture,
@@ -147,11 +161,12 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         )
 
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
+        opened = await self._require(context)
         try:
             snapshot = await asyncio.wrap_future(self._worker.snapshot())
         except WorkerOver as over:
             await context.abort(over.failed.code, over.failed.message)
-        occupancy, counters, prefix = snapshot.occupancy, snapshot.counters, self._prefix()
+        occupancy, counters, prefix = snapshot.occupancy, snapshot.counters, opened.prefix.status
         return pb.StatsResponse(
             version=__version__,
             pid=os.getpid(),
@@ -173,46 +188,54 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             mlx_peak_bytes=snapshot.peak_bytes,
         )
 
-    async def drain(self, seconds: float) -> None:
-        """Refuse new requests; wait at most this long for the running ones."""
+    async def drain(self) -> None:
+        """Refuse new requests; wait for the running ones."""
         self._draining = True
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), seconds)
+        await self._idle.wait()
+
+    def fail_all(self, failed: Failed) -> None:
+        """End every request with a status, without the worker."""
+        for sink in self._running.values():
+            sink(failed)
 
     def close(self) -> None:
         self._encoding.shutdown()
 
+    def _account(
+        self, method: str, prompt: pb.Prompt, context: Context
+    ) -> contextlib.AbstractContextManager[Account]:
+        return self._accounts.of(next(self._ids), method, prompt, context)
+
+    @property
+    def _limits(self) -> ModelLimits:
+        assert self._opened is not None
+        return self._opened.served.limits
+
+    async def _require(self, context: Context) -> _Opened:
+        if self._opened is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is loading its model")
+        return self._opened
+
     async def _encode(self, model: str, prompt: pb.Prompt, context: Context) -> _Encoded:
-        if model and model != self._served.name:
-            message = f"model: {model!r} is not served here; {self._served.name!r} is"
+        served = (await self._require(context)).served
+        if model and model != served.name:
+            message = f"model: {model!r} is not served here; {served.name!r} is"
             await context.abort(grpc.StatusCode.NOT_FOUND, message)
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._encoding, self._encode_prompt, prompt)
+            return await loop.run_in_executor(self._encoding, _encode_prompt, served, prompt)
         except ValueError as error:
             await _abort(context, InvalidRequest(str(error)))
 
-    def _encode_prompt(self, prompt: pb.Prompt) -> _Encoded:
-        encoder = self._served.encoder
-        match prompt.WhichOneof("input"):
-            case "text":
-                return _Encoded(encoder.encode_text(prompt.text))
-            case "chat":
-                messages = [{"role": m.role, "content": m.content} for m in prompt.chat.messages]
-                tokens = encoder.encode_chat(messages)
-                if not self._served.checkpointed:
-                    return _Encoded(tokens)
-                return _Encoded(tokens, encoder.boundaries(messages, tokens))
-            case "token_ids":
-                return _Encoded(encoder.encode_ids(prompt.token_ids.ids))
-        raise ValueError("prompt: empty; set text, chat or token_ids")
-
-    async def _run(self, request: Request, context: Context) -> AsyncGenerator[Delta | Done, None]:
+    async def _run(
+        self, request: Request, context: Context, account: Account
+    ) -> AsyncGenerator[Delta | Done, None]:
         """The events of a request. Ending the iteration early cancels it."""
         if self._draining:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is stopping")
-        if self._running >= config.QUEUE_REQUESTS_MAX:
-            message = f"{self._running} requests are running or queued already; try again later"
+        if len(self._running) >= config.QUEUE_REQUESTS_MAX:
+            count = len(self._running)
+            message = f"{count} requests are running or queued already; try again later"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event] = asyncio.Queue()
@@ -222,23 +245,39 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        request_id = next(self._ids)
         event: Event | None = None
-        self._running += 1
+        self._running[account.request_id] = sink
         self._idle.clear()
         try:
-            self._worker.submit(request_id, request, sink)
+            self._worker.submit(account.request_id, request, sink)
             while not isinstance(event, Done):
                 event = await events.get()
                 if isinstance(event, Failed):
                     await context.abort(event.code, event.message)
+                account.take(event, time.monotonic(), self._accounts.prompts)
                 yield event
         finally:
             if not isinstance(event, Done | Failed):
-                self._worker.cancel(request_id)
-            self._running -= 1
+                self._worker.cancel(account.request_id)
+            del self._running[account.request_id]
             if not self._running:
                 self._idle.set()
+
+
+def _encode_prompt(served: ServedModel, prompt: pb.Prompt) -> _Encoded:
+    encoder = served.encoder
+    match prompt.WhichOneof("input"):
+        case "text":
+            return _Encoded(encoder.encode_text(prompt.text))
+        case "chat":
+            messages = [{"role": m.role, "content": m.content} for m in prompt.chat.messages]
+            tokens = encoder.encode_chat(messages)
+            if not served.checkpointed:
+                return _Encoded(tokens)
+            return _Encoded(tokens, encoder.boundaries(messages, tokens))
+        case "token_ids":
+            return _Encoded(encoder.encode_ids(prompt.token_ids.ids))
+    raise ValueError("prompt: empty; set text, chat or token_ids")
 
 
 async def _abort(context: Context, error: InvalidRequest) -> NoReturn:

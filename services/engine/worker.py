@@ -38,8 +38,11 @@ class WorkerOver(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """`active_bytes` and `peak_bytes`: what MLX holds in arrays, and the most it ever held."""
+    """`rows`: requests that the core knows, those included whose reply is over and whose rows are
+    not packed yet. `active_bytes` and `peak_bytes`: what MLX holds in arrays, and the most it ever
+    held."""
 
+    rows: int
     occupancy: Occupancy
     counters: Counters
     active_bytes: int
@@ -64,9 +67,16 @@ class Worker:
         self._lock = threading.Lock()
         self._over: Failed | None = None
         self._stopping = False
+        self._turn_began: float | None = None
         self.ready: Future[None] = Future()
         self.ended: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="mlx-worker")
+
+    @property
+    def turn_seconds(self) -> float:
+        """How long the present turn or message has taken; 0 while there is nothing to do."""
+        began = self._turn_began
+        return 0.0 if began is None else self._clock() - began
 
     def start(self) -> None:
         self._thread.start()
@@ -114,6 +124,7 @@ class Worker:
             self._serve(core)
         except BaseException as error:
             failure = error
+        self._turn_began = None
         self._end(core, failure)
         core = None
         # A thread that used MLX and ends without this aborts the process at exit.
@@ -127,7 +138,7 @@ class Worker:
 
     def _serve(self, core: Core) -> None:
         while not self._stopping:
-            began = self._clock()
+            self._turn_began = began = self._clock()
             busy = core.turn()
             now = self._clock()
             until = now + COPY_WAIT_SHARE * (now - began)
@@ -142,7 +153,10 @@ class Worker:
         """The next message. Waits for one when there is nothing to do, or until then for rows
         that are being copied; raises queue.Empty."""
         left = until - self._clock() if busy and core.copying else 0.0
+        if not busy:
+            self._turn_began = None
         message = self._inbox.get(not busy or left > 0, left if left > 0 else None)
+        self._turn_began = self._clock()
         message(core)
 
     def _end(self, core: Core | None, failure: BaseException | None) -> None:
@@ -197,6 +211,7 @@ class _Look:
 
 def _snapshot(core: Core) -> Snapshot:
     return Snapshot(
+        len(core),
         core.occupancy(),
         dataclasses.replace(core.counters),
         mx.get_active_memory(),

@@ -23,6 +23,7 @@ from engine.tokenizer import Detokenizer
 from engine.worker import Worker, WorkerOver
 from tests.support.cores import STEP, FakePrefix, Letters
 from tests.support.models import tiny_llama
+from tests.support.waiting import until
 
 PROMPT = (3, 1, 4, 1, 5)
 SECONDS = 30.0
@@ -288,6 +289,27 @@ def test_waiting_for_the_worker_counts_as_waiting_in_the_queue() -> None:
     assert isinstance(done, Done)
     assert done.timing.queue_ms >= 5000
     assert done.timing.lookup_ms < 5000
+
+
+def test_it_says_how_long_a_turn_takes() -> None:
+    now = 0.125
+    running = Running(clock=lambda: now)
+    assert running.worker.turn_seconds == 0
+    running.worker.start()
+    running.worker.ready.result(SECONDS)
+    until(lambda: running.worker._turn_began is None, "the worker to wait for something to do")
+    now = 0.5
+    assert running.worker.turn_seconds == 0
+    go_on = running.hold()
+    assert running.worker.turn_seconds == 0
+    now = 7.5
+    assert running.worker.turn_seconds == 7
+    go_on()
+    until(lambda: running.worker.turn_seconds == 0, "the worker to go on")
+    assert isinstance(last(running.submit(1)), Done)
+    running.worker.stop()
+    now = 60.0
+    assert running.worker.turn_seconds == 0
 
 
 SCRIPT = """

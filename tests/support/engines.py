@@ -3,15 +3,17 @@
 import contextlib
 import itertools
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -191,6 +193,10 @@ def assert_same(reply: Reply, expected: Reply, tolerance: float) -> None:
 class EngineDaemon(EngineProcess):
     """A real `engine serve` for tests, with the calls that they need."""
 
+    def serving(self) -> bool:
+        """What its health says."""
+        return is_serving(self.listen)
+
     def generate(self, **fields: Any) -> tuple[list[int], str, pb.Done]:
         """Token ids, text and the last message of one reply."""
         ids: list[int] = []
@@ -205,6 +211,17 @@ class EngineDaemon(EngineProcess):
                     text += message.delta.text
         assert done is not None
         return ids, text, done
+
+
+def is_serving(listen: Listen) -> bool:
+    """What health says at this address, of the server and of its service."""
+    answers = set()
+    with grpc.insecure_channel(listen.target) as channel:
+        for name in ("", "engine.v1.Engine"):
+            request = health_pb2.HealthCheckRequest(service=name)
+            answers.add(health_pb2_grpc.HealthStub(channel).Check(request, timeout=10).status)
+    (answer,) = answers
+    return bool(answer == health_pb2.HealthCheckResponse.SERVING)
 
 
 def ids(tokens: Sequence[int]) -> pb.Prompt:
@@ -224,10 +241,11 @@ def start_engine(
     *flags: str,
     name: str = "engine",
     program: Sequence[str] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[EngineDaemon]:
     """Run `engine serve` with its socket and log in `directory`, from ready until the end."""
     listen = Listen(directory / f"{name}.sock", None)
-    environment = {"MLX_CACHESTORE_RUNTIME_DIR": str(directory)}
+    environment = {"MLX_CACHESTORE_RUNTIME_DIR": str(directory), **(environment or {})}
     log = directory / f"{name}.log"
     with log.open("ab") as output:
         other = {} if program is None else {"program": program}

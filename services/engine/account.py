@@ -1,0 +1,138 @@
+"""What one request came to: the line in the log, and what others count."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from cachestore import logs
+from engine.request import Delta, Done, Event
+from engine.v1 import engine_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(slots=True)
+class Account:
+    """Of one Generate or Warm, from its arrival at `began` to its end, on the event loop.
+
+    `prompt_tokens` is None until the prompt is encoded, and `done` unless the request ended well.
+    """
+
+    request_id: int
+    method: str
+    prompt: pb.Prompt
+    began: float
+    prompt_tokens: int | None = None
+    generated_tokens: int = 0
+    first_token_seconds: float | None = None
+    done: Done | None = None
+    status: grpc.StatusCode = grpc.StatusCode.OK
+    # What the client was told with the status. It may quote the request.
+    details: str = ""
+    seconds: float = 0.0
+    # Text of the reply, where it is to be logged.
+    reply: list[str] = field(default_factory=list)
+
+    def take(self, event: Event, now: float, keep_text: bool) -> None:
+        """The next event that is sent."""
+        if isinstance(event, Done):
+            self.done = event
+        elif isinstance(event, Delta):
+            self.generated_tokens += len(event.token_ids)
+            if self.first_token_seconds is None:
+                self.first_token_seconds = now - self.began
+            if keep_text:
+                self.reply.append(event.text)
+
+    def usage(self) -> dict[str, object]:
+        """Without a Done, as far as it is known: nobody says then what was cached."""
+        if self.done is None:
+            return {
+                "prompt_tokens": self.prompt_tokens,
+                "generated_tokens": self.generated_tokens,
+            }
+        usage, timing = self.done.usage, self.done.timing
+        return {
+            "finish": self.done.reason.value if self.method == "Generate" else None,
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "match": "unavailable" if usage.match is None else usage.match.name.lower(),
+            "computed_tokens": usage.prompt_tokens - usage.cached_tokens,
+            "generated_tokens": usage.completion_tokens,
+            "stored_tokens": self.done.stored_tokens if self.method == "Warm" else None,
+            "queue_seconds": round(timing.queue_ms / 1000, 4),
+        }
+
+
+class Accounts:
+    """Opens one for each request; logs it, and tells `observe`, when the request is over.
+
+    With `prompts` the line has prompt, reply and what the client was told; else nothing of them
+    is ever logged.
+    """
+
+    def __init__(self, prompts: bool, observe: Callable[[Account], None] = lambda _: None) -> None:
+        self.prompts = prompts
+        self._observe = observe
+
+    @contextlib.contextmanager
+    def of(
+        self, request_id: int, method: str, prompt: pb.Prompt, context: Context
+    ) -> Iterator[Account]:
+        """The account of a request that runs in the body, which ends with it in any way."""
+        account = Account(request_id, method, prompt, time.monotonic())
+        try:
+            yield account
+        except grpc.aio.AbortError:
+            account.status, account.details = context.code(), context.details()
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            left = context.time_remaining()
+            over = left is not None and left <= 0
+            codes = grpc.StatusCode
+            account.status = codes.DEADLINE_EXCEEDED if over else codes.CANCELLED
+            raise
+        except BaseException:
+            account.status = grpc.StatusCode.UNKNOWN
+            raise
+        finally:
+            account.seconds = time.monotonic() - account.began
+            self._observe(account)
+            logs.event(log, "request", self._fields(account))
+
+    def _fields(self, account: Account) -> dict[str, object]:
+        first = account.first_token_seconds
+        fields = {
+            "id": account.request_id,
+            "method": account.method,
+            "status": account.status.name,
+            **account.usage(),
+            "first_token_seconds": None if first is None else round(first, 4),
+            "total_seconds": round(account.seconds, 4),
+        }
+        if self.prompts:
+            fields |= {
+                "details": account.details or None,
+                "prompt": _plain(account.prompt),
+                "reply": "".join(account.reply),
+            }
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+def _plain(prompt: pb.Prompt) -> object:
+    match prompt.WhichOneof("input"):
+        case "text":
+            return prompt.text
+        case "chat":
+            return [{"role": each.role, "content": each.content} for each in prompt.chat.messages]
+        case "token_ids":
+            return list(prompt.token_ids.ids)
+    return None
