@@ -22,6 +22,7 @@ from typing import IO, Any, Protocol
 from tests.support.daemons import start_cachestore
 from tests.support.waiting import until
 
+from cachestore import variables
 from engine import signals
 from engine.ask import Reply
 from engine.config import Listen
@@ -72,7 +73,7 @@ class MlxCachestore:
     def __init__(self, model: Path, flags: list[str], directory: Path, log: IO[bytes]) -> None:
         self._listen = Listen(directory / "engine.sock", None)
         self._flags = ["--model", str(model), "--log-level", "warning", *flags]
-        self._environment = {"MLX_CACHESTORE_CACHE_DIR": str(directory)}
+        self._environment = {variables.CACHE_DIR: str(directory)}
         self._log = log
         self._start()
 

@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from urllib.parse import quote
 
+from cachestore import variables
+
 # sun_path holds 104 bytes on macOS and 108 on Linux, with the final NUL. One limit everywhere:
 # what works on the machine it was written on works on the other.
 SOCKET_BYTES_MAX = 103
@@ -53,7 +55,7 @@ def runtime_dir() -> Path:
 
 
 def _runtime_path() -> Path:
-    chosen = os.environ.get("MLX_CACHESTORE_RUNTIME_DIR")
+    chosen = os.environ.get(variables.RUNTIME_DIR)
     if chosen:
         return Path(os.path.abspath(chosen))
     # Not platformdirs: on macOS it names a place that the system purges.

@@ -17,18 +17,17 @@ import sys
 
 import numpy as np
 
-# Forces the way that slabs are made: "memfd" or "posix".
-WAY_VARIABLE = "MLX_CACHESTORE_SHM"
+from cachestore import variables
 
 
 def way_chosen() -> str:
     """By the environment, or else by the system. Raises ValueError for one that is not here."""
     default = "memfd" if sys.platform == "linux" else "posix"
-    way = os.environ.get(WAY_VARIABLE) or default
+    way = os.environ.get(variables.SHM) or default
     if way not in ("memfd", "posix"):
-        raise ValueError(f"{WAY_VARIABLE}: {way!r} is neither memfd nor posix")
+        raise ValueError(f"{variables.SHM}: {way!r} is neither memfd nor posix")
     if way == "memfd" and sys.platform != "linux":
-        raise ValueError(f"{WAY_VARIABLE}: memfd exists on Linux only")
+        raise ValueError(f"{variables.SHM}: memfd exists on Linux only")
     return way
 
 
@@ -77,7 +76,7 @@ def touch(mapping: mmap.mmap) -> None:
 
 def _create_memfd() -> int:
     if sys.platform != "linux":
-        raise ValueError(f"{WAY_VARIABLE}: memfd exists on Linux only")
+        raise ValueError(f"{variables.SHM}: memfd exists on Linux only")
     return os.memfd_create("mlx-cachestore", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from cachestore import endpoint, shm
+from cachestore import endpoint, variables
 from cachestore.client import MatchKind, StoreRefused
 from cachestore.v1 import cachestore_pb2 as pb
 from cachestore.v1 import cachestore_pb2_grpc
@@ -149,7 +149,7 @@ def test_a_file_in_the_way_is_not_removed(directory: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.parametrize("way", ["memfd", "posix"])
 def test_no_shared_memory_outlives_a_killed_daemon(directory: Path, way: str) -> None:
-    with start_cachestore(directory, environment={shm.WAY_VARIABLE: way}) as daemon:
+    with start_cachestore(directory, environment={variables.SHM: way}) as daemon:
         with daemon.client() as client:
             entries.write(client, entries.tokens(ROWS))
             slabs = held_slabs(daemon.pid)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cachestore import launch, shm
+from cachestore import launch, variables
 from cachestore.launch import LaunchError, spawn
 from tests.support.daemons import start_cachestore
 
@@ -102,7 +102,7 @@ def test_what_the_system_refuses_is_a_launch_error(
 def test_a_way_to_make_slabs_that_does_not_exist_is_refused_at_the_start(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(shm.WAY_VARIABLE, "carrier pigeon")
+    monkeypatch.setenv(variables.SHM, "carrier pigeon")
     with pytest.raises(LaunchError, match="ended with 2: error: MLX_CACHESTORE_SHM: 'carrier"):
         spawn(directory / "c.sock", None, 600, directory / "c.log")
 

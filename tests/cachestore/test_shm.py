@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cachestore import shm
+from cachestore import shm, variables
 from tests.support.slabs import held_slabs
 
 SIZE = 1 << 20
@@ -118,7 +118,7 @@ def test_names_are_short_enough_for_macos_and_gone_at_once(
 
 
 def test_the_way_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(shm.WAY_VARIABLE, "carrier pigeon")
+    monkeypatch.setenv(variables.SHM, "carrier pigeon")
     with pytest.raises(ValueError, match="MLX_CACHESTORE_SHM: 'carrier pigeon'"):
         shm.create_slab(SIZE)
     monkeypatch.setattr(sys, "platform", "darwin")

@@ -12,9 +12,9 @@ import pytest
 from mlx_lm import utils
 from mlx_lm.generate import generate
 
+from cachestore import variables
 from engine import model, smollm2
 from engine.backend import Backend
-from engine.folders import CACHE_ENVIRONMENT
 from engine.smollm2 import FetchError, Report, Source
 from tests.support.smollm2 import smollm2_folder
 
@@ -94,7 +94,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Index:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(CACHE_ENVIRONMENT, str(tmp_path))
+    monkeypatch.setenv(variables.CACHE_DIR, str(tmp_path))
     return tmp_path
 
 
@@ -156,7 +156,7 @@ def test_a_cache_folder_that_cannot_be_written_is_an_error(
     tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(CACHE_ENVIRONMENT, str(tmp_path / "file"))
+    monkeypatch.setenv(variables.CACHE_DIR, str(tmp_path / "file"))
     with pytest.raises(FetchError, match="cannot be written"):
         smollm2.folder(index.source, index.download)
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import grpc
 import pytest
 
+from cachestore import variables
 from engine import signals
 from engine.config import parse_listen
-from engine.folders import CACHE_ENVIRONMENT
 from engine.remote import connect, model_of
 from engine.v1 import engine_pb2 as pb
 from tests.support.daemons import start_cachestore
@@ -69,7 +69,7 @@ def test_a_signal_ends_a_download_and_its_pip(directory: Path, number: int) -> N
     with socket.create_server(("127.0.0.1", 0)) as index:
         index.settimeout(60)
         environment = {
-            CACHE_ENVIRONMENT: str(directory / "cache"),
+            variables.CACHE_DIR: str(directory / "cache"),
             "PIP_INDEX_URL": f"http://127.0.0.1:{index.getsockname()[1]}/simple",
             "PIP_NO_INDEX": "0",
             "no_proxy": "*",
