@@ -11,7 +11,7 @@ SERVICES = Path(__file__).resolve().parent.parent / "services"
 # What of the cachestore the engine may use: contracts, not the daemon's inside.
 OPEN_TO_ENGINE = {
     *("budget", "client", "endpoint", "flags", "record", "v1"),
-    *("health", "logs", "notify"),
+    *("health", "logs", "notify", "serve", "settings", "variables"),
 }
 
 

@@ -2,15 +2,39 @@
 
 import argparse
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Final, Generic, NoReturn, TypeVar
 
-from cachestore import endpoint
+from cachestore import budget, endpoint
+
+T = TypeVar("T")
 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message.removeprefix('argument ')}\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Value(Generic[T]):
+    """The type of a flag whose values need not be strings in a file of settings. `toml`: what they
+    may be there, as tomllib reads it. `read` raises ArgumentTypeError."""
+
+    toml: tuple[type, ...]
+    read: Callable[[str], T]
+
+    def __call__(self, text: str) -> T:
+        return self.read(text)
+
+
+def add_reflection(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--reflection",
+        action=argparse.BooleanOptionalAction,
+        help="let gRPC clients ask what is served (default: no)",
+    )
 
 
 def cachestore_socket(flag: Path | None) -> Path:
@@ -19,8 +43,7 @@ def cachestore_socket(flag: Path | None) -> Path:
     return endpoint.socket_path(path, flag="--socket", suffix=endpoint.SESSION_SUFFIX)
 
 
-def seconds(text: str) -> float:
-    """The type of a flag that takes a number of seconds above 0."""
+def _seconds(text: str) -> float:
     try:
         number = float(text)
     except ValueError:
@@ -28,3 +51,23 @@ def seconds(text: str) -> float:
     if not (number > 0 and math.isfinite(number)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return number
+
+
+def _size(text: str) -> int:
+    try:
+        return budget.parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _store_budget(text: str) -> int:
+    try:
+        return budget.parse_budget(text, budget.physical_memory_bytes())
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+# A number of seconds above 0; bytes, like 8GiB; bytes that a store on this machine may have.
+seconds: Final = Value((int, float), _seconds)
+size: Final = Value((str, int), _size)
+store_budget: Final = Value((str, int), _store_budget)

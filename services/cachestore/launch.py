@@ -28,17 +28,20 @@ def spawn(
     idle_exit_seconds: float,
     log_path: str | Path,
     cancelled: threading.Event | None = None,
+    config: Path | None = None,
 ) -> None:
     """Starts `cachestore serve` in a session of its own and waits until it takes connections.
 
     Losing the race against another starter counts as success. Output is appended to `log_path`,
-    which is emptied first when it has grown long. Raises LaunchError, also once `cancelled` is
+    which is emptied first when it has grown long. `config` is its file of settings; its variables
+    are the starter's. Raises LaunchError, also once `cancelled` is
     set.
     """
     # -P and the root directory: the daemon must not import what lies in the starter's directory.
     command = [sys.executable, "-P", "-m", "cachestore", "serve"]
     command += ["--idle-exit", str(idle_exit_seconds)]
     command += ["--budget", budget] if budget else []
+    command += ["--config", str(config)] if config else []
     try:
         path = endpoint.socket_path(socket_path, flag="--socket", suffix=endpoint.SESSION_SUFFIX)
         _launch([*command, "--socket", str(path)], path, Path(log_path), cancelled)

@@ -41,7 +41,12 @@ class LogConfig:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """--log-level, --log-format and --log-file."""
-    parser.add_argument("--log-level", choices=LEVELS, default="info", help="default: %(default)s")
+    parser.add_argument(
+        "--log-level",
+        choices=LEVELS,
+        default="info",
+        help="what is worth a line of the log (default: %(default)s)",
+    )
     parser.add_argument(
         "--log-format",
         choices=FORMATS,
@@ -51,8 +56,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log-file",
         metavar=f"{AUTO}|PATH",
-        help=f"instead of stderr; {AUTO}: in {folder()}. A file is kept below "
-        f"{config.LOG_BYTES_MAX >> 20} MiB, with {config.LOG_FILES_BEFORE} before it",
+        help=f"write to a file instead; {AUTO}: in the user's log folder. It is kept below "
+        f"{config.LOG_BYTES_MAX >> 20} MiB, with {config.LOG_FILES_BEFORE} before it "
+        "(default: stderr)",
     )
 
 
@@ -79,7 +85,7 @@ def begin(settings: LogConfig) -> None:
     logging.basicConfig(level=settings.level.upper(), handlers=[handler], force=True)
 
 
-def last_words(error: Exception) -> None:
+def last_words(error: object) -> None:
     """Why the process does not go on: on stderr, and in the log file if there is one."""
     sys.stderr.write(f"error: {error}\n")
     if any(isinstance(handler, _RotatingFile) for handler in logging.getLogger().handlers):

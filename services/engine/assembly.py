@@ -202,7 +202,7 @@ def _link(settings: EngineConfig) -> StoreLink | None:
         case "off":
             return None
         case "auto":
-            path = endpoint.cachestore_socket()
+            path = settings.cachestore_socket or endpoint.cachestore_socket()
             return StoreLink(path, lambda cancelled: _spawn(path, settings, cancelled))
         case text:
             path = endpoint.socket_path(
@@ -220,6 +220,7 @@ def _spawn(path: Path, settings: EngineConfig, cancelled: threading.Event) -> No
         settings.idle_exit_seconds or config.IDLE_EXIT_SECONDS_DEFAULT,
         path.with_name("cachestore.log"),
         cancelled,
+        settings.config_file,
     )
 
 

@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 
-from cachestore import endpoint, logs
+from cachestore import endpoint, logs, settings
 from cachestore.flags import Parser
 from engine import __version__, backend, bench_kv, chat, config, generate, kvflags, quality, serve
 from engine.flags import ConfigError
@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
         logs.begin(logs.config_of(options, "engine"))
         return int(options.run(options))
     except (ConfigError, endpoint.EndpointError, backend.BackendError, logs.LogError) as error:
-        logs.last_words(error)
+        logs.last_words(options.origins.told(error))
         return EXIT_USAGE
     except KeyboardInterrupt:
         return 130
@@ -34,8 +34,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="engine", description="Continuous batched generation on MLX, served over gRPC."
     )
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
-    serving = commands.add_parser("serve", help="load a model and serve it")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=settings.Parser)
+    serving = commands.add_parser("serve", table=serve.TABLE, help="load a model and serve it")
     serve.add_flags(serving)
     generating = commands.add_parser("generate", help="ask a running engine, or start one")
     generate.add_flags(generating)

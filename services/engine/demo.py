@@ -20,6 +20,7 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
+from cachestore import settings, variables
 from cachestore.client import Client, StoreUnavailable
 from engine import kvflags
 from engine.ask import ask
@@ -89,7 +90,7 @@ def run(flags: argparse.Namespace) -> int:
 
 def _phases(flags: argparse.Namespace, directory: Path, say: Callable[[str], None]) -> list[Phase]:
     listen = Listen(directory / "engine.sock", None)
-    environment = {"MLX_CACHESTORE_RUNTIME_DIR": str(directory)}
+    environment = {**settings.silenced(), variables.RUNTIME_DIR: str(directory)}
     arguments = kvflags.serve_words(flags.model, listen, flags)
     phases = []
     with (directory / "engine.log").open("ab") as log:

@@ -1,14 +1,15 @@
 """Values of the engine's flags, as argparse reads them."""
 
 import argparse
-from collections.abc import Callable
+
+from cachestore.flags import Value
 
 
 class ConfigError(ValueError):
     """A flag has a value that cannot be used; the message names it and says what to use."""
 
 
-def whole(least: int, most: int = 2**32 - 1) -> Callable[[str], int]:
+def whole(least: int, most: int = 2**32 - 1) -> Value[int]:
     """Reads a number of this range; the requests that carry most of them have no larger one."""
 
     def read(text: str) -> int:
@@ -20,7 +21,7 @@ def whole(least: int, most: int = 2**32 - 1) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"{number} is not between {least} and {most}")
         return number
 
-    return read
+    return Value((int,), read)
 
 
 def bias(text: str) -> tuple[int, float]:

@@ -5,19 +5,20 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, Final
 
+from cachestore.flags import Value
 from engine import config, kvconfig
 from engine.config import EngineConfig, Listen
 from engine.flags import ConfigError, whole
 from engine.kvconfig import KvConfig
 
-# What argparse is told of each. None or False: the user said nothing.
+# What argparse is told of each. None: the user said nothing.
 _FLAGS: Final[Mapping[str, dict[str, Any]]] = {
     "--kv-bits": {
-        "type": kvconfig.read_bits,
+        "type": Value((str, int), kvconfig.read_bits),
         "metavar": "none|N|K,V",
         "help": "quantize live caches: bits of keys and values, or of keys and of values "
-        f"({', '.join(map(str, kvconfig.AFFINE_BITS))}; default: none, full precision). The store "
-        "keeps the same bytes",
+        f"({', '.join(map(str, kvconfig.AFFINE_BITS))}); none: full precision. The store keeps the "
+        "same bytes (default: none)",
     },
     "--kv-group-size": {
         "type": whole(1),
@@ -26,29 +27,29 @@ _FLAGS: Final[Mapping[str, dict[str, Any]]] = {
         f"(default: {kvconfig.GROUP_SIZE_DEFAULT})",
     },
     "--kv-rotate": {
-        "action": "store_true",
+        "action": argparse.BooleanOptionalAction,
         "help": "rotate rows before they are quantized, live with --kv-bits, or else by the codec "
         "of the store (q8, q4, k8v4): the same bytes, far less error where a few channels are much "
-        "larger than the others",
+        "larger than the others (default: no)",
     },
     "--quantized-kv-start": {
         "type": whole(0),
         "metavar": "TOKENS",
-        "help": "with --kv-bits and --max-batch 1: quantize a cache once it has so many tokens "
-        "(default: 0, from the first)",
+        "help": "with --kv-bits and --max-batch 1: quantize a cache once it has so many tokens, "
+        "but never a model's own windows; 0: all from the first (default: 0)",
     },
     "--max-kv-size": {
         "type": whole(1),
         "metavar": "TOKENS",
         "help": f"bound plain layers to the first {kvconfig.WINDOW_KEEP} and the latest tokens, so "
-        "many in all (default: no bound)",
+        "many in all; a model that cannot be bounded is refused (default: no bound)",
     },
     "--cache-codec": {
         "metavar": "CODEC",
-        "help": f"codec of stored rows: {', '.join(config.CACHE_CODECS)} "
-        f"(default: {config.CACHE_CODEC_DEFAULT}). none is lossless; k8v4 has keys of 8 and values "
-        "of 4 bits; q4 takes half of q8, with an error that changes replies, and so do the turbo "
-        "codecs, of 1 to 4 bits",
+        "help": f"codec of stored rows: {', '.join(config.CACHE_CODECS)}. none is lossless; q8 has "
+        "8 bits; k8v4 has keys of 8 and values of 4 bits; q4 takes half of q8, with an error that "
+        "changes replies, and so do the turbo codecs, TurboQuant of 1 to 4 bits "
+        f"(default: {config.CACHE_CODEC_DEFAULT})",
     },
     "--cache-min-quantize-tokens": {
         "type": whole(0),
@@ -66,14 +67,14 @@ _FLAGS: Final[Mapping[str, dict[str, Any]]] = {
         "type": whole(1),
         "metavar": "TOKENS",
         "help": "for models with windows or recurrent layers: take a checkpoint of them every so "
-        "many tokens of a prompt, beside those at its messages (at least "
-        f"{config.CHECKPOINT_STRIDE_MIN}; default: {config.CHECKPOINT_STRIDE_DEFAULT})",
+        f"many tokens of a prompt, beside those at its messages; at least "
+        f"{config.CHECKPOINT_STRIDE_MIN} (default: {config.CHECKPOINT_STRIDE_DEFAULT})",
     },
     "--max-batch": {
         "type": whole(1),
         "metavar": "ROWS",
-        "help": f"requests at once (default: {config.MAX_BATCH_DEFAULT}, or 1 where the model "
-        "cannot do more)",
+        "help": "requests at once; 1 where the model cannot do more "
+        f"(default: {config.MAX_BATCH_DEFAULT})",
     },
 }
 
@@ -94,7 +95,7 @@ def settings_of(flags: argparse.Namespace) -> dict[str, Any]:
     )
     return {
         "kv": kv,
-        "kv_rotate": flags.kv_rotate,
+        "kv_rotate": bool(flags.kv_rotate),
         "cache_codec": flags.cache_codec,
         "cache_min_quantize_tokens": flags.cache_min_quantize_tokens,
         "turbo_keep_first": flags.turbo_keep_first,
@@ -122,9 +123,9 @@ def _given(flags: argparse.Namespace) -> list[list[str]]:
     words = []
     for flag in _FLAGS:
         value = getattr(flags, flag.removeprefix("--").replace("-", "_"))
-        if value is True:
-            words.append([flag])
-        elif value is not None and value is not False:
+        if isinstance(value, bool):
+            words.append([flag if value else flag.replace("--", "--no-", 1)])
+        elif value is not None:
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
             words.append([flag, text])
     return words

@@ -2,40 +2,49 @@
 
 import argparse
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from cachestore import budget, endpoint, logs
+from cachestore import endpoint, logs
+from cachestore import serve as store
+from cachestore.flags import add_reflection, cachestore_socket, size, store_budget
 from engine import backend, config, kvflags, signals
 from engine.config import EngineConfig, Listen, parse_listen
 from engine.flags import ConfigError, whole
 
+TABLE = "engine"
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", required=True, help="folder, Hugging Face id, or the alias smollm2"
+        "--model", required=True, help="a folder, a Hugging Face id, or smollm2, which needs no hub"
     )
     parser.add_argument(
-        "--adapter-path", type=Path, metavar="FOLDER", help="LoRA adapter, as mlx-lm writes them"
+        "--adapter-path",
+        type=Path,
+        metavar="FOLDER",
+        help="LoRA adapter, as mlx-lm writes them (default: none)",
     )
     parser.add_argument(
         "--listen",
         metavar="ADDRESS",
         help="unix:PATH or HOST:PORT of the loopback interface "
-        "(default: engine.sock in the user's runtime directory)",
+        "(default: engine.sock in the runtime directory)",
     )
     parser.add_argument(
         "--prefill-step",
         type=whole(1),
         metavar="TOKENS",
-        help="prompt tokens in one forward at most (default: measured for the backend, which "
-        "also keeps the lower limit while other requests decode)",
+        help="prompt tokens in one forward at most; the lower limit of the backend while other "
+        "requests decode stays (default: measured for the backend)",
     )
     parser.add_argument(
         "--wired-limit",
+        type=size,
         metavar="BYTES",
-        help="macOS: memory that MLX may wire (default: 0; see docs/verify-on-mac.md)",
+        help="macOS: memory that MLX may wire, like 8GiB; see docs/verify-on-mac.md (default: 0)",
     )
     _add_store_flags(parser)
     kvflags.add_flags(parser)
@@ -60,13 +69,11 @@ def _add_life_flags(parser: argparse.ArgumentParser) -> None:
         help="health is NOT_SERVING, and the systemd watchdog not fed, while one step takes longer "
         "than this (default: %(default)s)",
     )
-    parser.add_argument(
-        "--reflection", action="store_true", help="let gRPC clients ask what is served"
-    )
+    add_reflection(parser)
     parser.add_argument(
         "--log-prompts",
-        action="store_true",
-        help="prompts and replies in the line that is logged of each request (default: never)",
+        action=argparse.BooleanOptionalAction,
+        help="prompts and replies in the line that is logged of each request (default: no)",
     )
     logs.add_flags(parser)
 
@@ -76,36 +83,57 @@ def _add_store_flags(parser: argparse.ArgumentParser) -> None:
         "--cachestore",
         default="auto",
         metavar="auto|off|unix:PATH",
-        help="auto (default): the user's running cachestore, or start one that outlives the engine",
+        help="auto: the user's running cachestore, or start one that outlives the engine; off: "
+        "nothing is cached; unix:PATH: one that others start (default: auto)",
     )
     parser.add_argument(
-        "--cachestore-budget", metavar="BYTES", help="budget of a cachestore that auto starts"
+        "--cachestore-budget",
+        type=store_budget,
+        metavar="BYTES",
+        help="budget of a cachestore that auto starts, like 8GiB (default: an eighth of the "
+        "machine's memory, unless [cachestore] says otherwise)",
     )
     parser.add_argument(
         "--idle-exit",
         type=whole(1),
         metavar="SECONDS",
-        help="a cachestore that auto starts ends after this long without an engine "
-        f"(default: {config.IDLE_EXIT_SECONDS_DEFAULT})",
+        help="a cachestore that auto starts ends after this long without an engine (default: "
+        f"{config.IDLE_EXIT_SECONDS_DEFAULT}, unless [cachestore] says otherwise)",
     )
 
 
 def settings_of(flags: argparse.Namespace) -> EngineConfig:
     """Raises ConfigError and EndpointError."""
-    return EngineConfig(
+    settings = EngineConfig(
         model=flags.model,
         listen=_listen(flags.listen),
         adapter=flags.adapter_path,
         cachestore=flags.cachestore,
-        cachestore_budget_bytes=_budget_bytes(flags.cachestore_budget),
+        cachestore_budget_bytes=flags.cachestore_budget,
         idle_exit_seconds=flags.idle_exit,
         prefill_step=flags.prefill_step,
-        wired_limit_bytes=_wired_limit_bytes(flags.wired_limit),
+        wired_limit_bytes=flags.wired_limit or 0,
         drain_seconds=flags.drain_seconds,
         stall_seconds=flags.stall_seconds,
-        reflection=flags.reflection,
+        reflection=bool(flags.reflection),
         log_prompts=_log_prompts(flags),
         **kvflags.settings_of(flags),
+    )
+    return _with_store(settings, flags.config) if settings.cachestore == "auto" else settings
+
+
+def _with_store(settings: EngineConfig, file: Path | None) -> EngineConfig:
+    """The engine's flags, and what else the user's settings say of the store that `auto` means.
+    Raises ConfigError: a store that is asked to start later could only be a warning."""
+    said = store.settings_without_flags(file)
+    try:
+        store.store_config(said)
+        socket = None if said.socket is None else cachestore_socket(said.socket)
+    except ValueError as error:
+        raise ConfigError(said.origins.told(error)) from None
+    idle_exit = settings.idle_exit_seconds or said.idle_exit
+    return replace(
+        settings, cachestore_socket=socket, idle_exit_seconds=idle_exit, config_file=file
     )
 
 
@@ -153,21 +181,3 @@ def _log_prompts(flags: argparse.Namespace) -> bool:
             "is logged; leave it out"
         )
     return bool(flags.log_prompts)
-
-
-def _budget_bytes(text: str | None) -> int | None:
-    if text is None:
-        return None
-    try:
-        return budget.parse_budget(text, budget.physical_memory_bytes())
-    except ValueError as error:
-        raise ConfigError(f"--cachestore-budget: {error}") from None
-
-
-def _wired_limit_bytes(text: str | None) -> int:
-    if text is None:
-        return 0
-    try:
-        return budget.parse_bytes(text)
-    except ValueError as error:
-        raise ConfigError(f"--wired-limit: {error}") from None

@@ -2,11 +2,13 @@
 
 import argparse
 import io
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
+from cachestore import settings
 from engine import chat, cli, kvflags, serve
 from engine.config import EngineConfig, parse_listen
 
@@ -114,17 +116,16 @@ def test_how_rows_are_held_is_not_for_an_engine_that_is_named(
 )
 def test_an_engine_that_is_started_is_told_what_was_said(words: tuple[str, ...]) -> None:
     listen = parse_listen("127.0.0.1:0")
-    asking, serving = argparse.ArgumentParser(), argparse.ArgumentParser()
+    asking, serving = argparse.ArgumentParser(), settings.Parser(table=serve.TABLE)
     chat.add_flags(asking)
     serve.add_flags(serving)
-    serving.add_argument("--log-level")
     passed_on = kvflags.serve_words("m", listen, asking.parse_args(words))
     # What became of flags is said only to whoever has given some.
     assert passed_on[-1] == ("info" if words else "warning")
-    settings = serve.settings_of(serving.parse_args([*passed_on, "--listen", str(listen)]))
+    started = serve.settings_of(serving.parse_args([*passed_on, "--listen", str(listen)]))
     said = serving.parse_args(["--model", "m", "--listen", str(listen), *words])
-    assert settings == serve.settings_of(said)
-    assert bool(words) == (settings != EngineConfig("m", listen))
+    assert started == serve.settings_of(said)
+    assert bool(words) == (started != EngineConfig("m", listen, config_file=Path(os.devnull)))
 
 
 @pytest.mark.parametrize("prompt", ["h\udcffi", "-"])

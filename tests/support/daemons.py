@@ -72,17 +72,17 @@ def start_cachestore(
     *,
     environment: Mapping[str, str] | None = None,
     program: Sequence[str] = _PROGRAM,
-    **flags: str | float,
+    **flags: str | float | None,
 ) -> Iterator[Cachestore]:
     """Runs `cachestore serve` with its socket in `directory`, from ready until the end.
 
     `program` is what else to run instead. `flags` are its flags with underscores, such as
-    budget="64MiB" or idle_exit=1.
+    budget="64MiB" or idle_exit=1; None leaves one out.
     """
     arguments = {"socket": str(directory / "cachestore.sock"), "budget": "64MiB", **flags}
     command = [*program, "serve"]
     for name, value in arguments.items():
-        command += ["--" + name.replace("_", "-"), str(value)]
+        command += [] if value is None else ["--" + name.replace("_", "-"), str(value)]
     log = directory / "cachestore.log"
     with log.open("ab") as output:
         process = subprocess.Popen(

@@ -237,19 +237,21 @@ def chat(*messages: tuple[str, str]) -> pb.Prompt:
 @contextlib.contextmanager
 def start_engine(
     directory: Path,
-    model: Path | str,
+    model: Path | str | None,
     *flags: str,
     name: str = "engine",
     program: Sequence[str] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[EngineDaemon]:
-    """Run `engine serve` with its socket and log in `directory`, from ready until the end."""
+    """Run `engine serve` with its socket and log in `directory`, from ready until the end. Without
+    a model its settings name one."""
     listen = Listen(directory / f"{name}.sock", None)
     environment = {"MLX_CACHESTORE_RUNTIME_DIR": str(directory), **(environment or {})}
     log = directory / f"{name}.log"
     with log.open("ab") as output:
         other = {} if program is None else {"program": program}
-        daemon = EngineDaemon(listen, ["--model", str(model), *flags], output, environment, **other)
+        words = [*(["--model", str(model)] if model is not None else []), *flags]
+        daemon = EngineDaemon(listen, words, output, environment, **other)
         try:
             daemon.wait_ready(120)
             yield daemon

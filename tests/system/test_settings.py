@@ -1,0 +1,52 @@
+"""Daemons that take their settings from a file and from the environment."""
+
+from pathlib import Path
+
+from cachestore.client import Client
+from cachestore.launch import spawn
+from engine.remote import connect
+from engine.v1 import engine_pb2 as pb
+from tests.support.daemons import end_store, start_cachestore
+from tests.support.engines import ids, start_engine
+from tests.support.models import save_tiny_model
+from tests.support.parsers import write
+from tests.support.waiting import until
+
+MIB = 1 << 20
+
+
+def budget_of(socket: Path) -> int:
+    with Client.connect(socket, role="admin") as client:
+        return client.stats().bytes_budget
+
+
+def test_an_engine_and_the_store_that_it_starts_share_a_file(directory: Path) -> None:
+    elsewhere = directory / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    model = save_tiny_model(directory / "model")
+    store = {"budget": "48MiB", "socket": str(elsewhere / "cachestore.sock")}
+    engine = {"model": str(model), "cache-codec": "none", "max-batch": 2}
+    file = write(directory / "c.toml", engine=engine, cachestore=store)
+    with start_engine(directory, None, "--config", str(file)) as daemon:
+        with connect(daemon.listen) as stub:
+            until(lambda: stub.GetModel(pb.GetModelRequest()).namespace, "the weights' digest")
+            assert stub.GetModel(pb.GetModelRequest()).name == str(model)
+        daemon.generate(prompt=ids(range(1, 9)), max_tokens=2)
+        assert budget_of(elsewhere / "cachestore.sock") == 48 * MIB
+        assert not (directory / "cachestore.sock").exists()
+    end_store(elsewhere)
+
+
+def test_a_store_is_set_up_by_its_environment(directory: Path) -> None:
+    environment = {"MLX_CACHESTORE_CACHESTORE_BUDGET": "32MiB"}
+    with start_cachestore(directory, environment=environment, budget=None) as daemon:
+        assert daemon.stats().bytes_budget == 32 * MIB
+
+
+def test_what_an_engine_says_of_the_store_that_it_starts_counts_before_the_file(
+    directory: Path,
+) -> None:
+    file = write(directory / "c.toml", cachestore={"budget": "48MiB", "log-level": "debug"})
+    spawn(directory / "cachestore.sock", "32MiB", 600, directory / "c.log", config=file)
+    assert budget_of(directory / "cachestore.sock") == 32 * MIB
+    end_store(directory)
