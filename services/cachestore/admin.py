@@ -18,7 +18,7 @@ from rich.progress import Progress
 from cachestore import listing
 from cachestore.client import Client, StoreRefused, StoreUnavailable
 from cachestore.endpoint import EndpointError
-from cachestore.flags import Parser, cachestore_socket, seconds
+from cachestore.flags import Parser, add_version, cachestore_socket, seconds
 from cachestore.record import RecordError
 from cachestore.report import namespace_name, namespace_report, report, size_text, tables
 from cachestore.v1 import cachestore_pb2 as pb
@@ -204,6 +204,7 @@ def _print_json(found: object) -> None:
 
 def _parser() -> Parser:
     parser = Parser(prog="cachestore-admin", description="Looks into a running cachestore.")
+    add_version(parser)
     parser.add_argument(
         "--socket",
         type=Path,

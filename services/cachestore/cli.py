@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from cachestore import endpoint, logs, serve, settings, shm
-from cachestore.flags import Parser, cachestore_socket
+from cachestore.flags import Parser, add_version, cachestore_socket
 from cachestore.server import ServerConfig, run
 
 EXIT_USAGE = 2
@@ -36,6 +36,7 @@ def _config(flags: argparse.Namespace) -> ServerConfig:
 
 def _parser() -> Parser:
     parser = Parser(prog="cachestore", description="The prefix cache daemon.")
+    add_version(parser)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=settings.Parser)
     serving = commands.add_parser(
         "serve", table=serve.TABLE, help="run the daemon in the foreground"

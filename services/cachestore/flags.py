@@ -4,6 +4,7 @@ import argparse
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Final, Generic, NoReturn, TypeVar
 
@@ -35,6 +36,12 @@ def add_reflection(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="let gRPC clients ask what is served (default: no)",
     )
+
+
+def add_version(parser: argparse.ArgumentParser) -> None:
+    """--version, of the installed distribution: the number is written in pyproject.toml alone."""
+    version = f"%(prog)s {metadata.version('mlx-cachestore')}"
+    parser.add_argument("--version", action="version", version=version)
 
 
 def cachestore_socket(flag: Path | None) -> Path:

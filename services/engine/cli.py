@@ -5,8 +5,8 @@ import os
 import sys
 
 from cachestore import endpoint, logs, settings
-from cachestore.flags import Parser
-from engine import __version__, backend, bench_kv, chat, config, generate, kvflags, quality, serve
+from cachestore.flags import Parser, add_version
+from engine import backend, bench_kv, chat, config, generate, kvflags, quality, serve
 from engine.flags import ConfigError
 
 EXIT_USAGE = 2
@@ -33,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="engine", description="Continuous batched generation on MLX, served over gRPC."
     )
-    parser.add_argument("--version", action="version", version=__version__)
+    add_version(parser)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=settings.Parser)
     serving = commands.add_parser("serve", table=serve.TABLE, help="load a model and serve it")
     serve.add_flags(serving)
