@@ -11,6 +11,10 @@ with UNAUTHENTICATED.
 
 Limits: a message is at most 8 MiB (RESOURCE_EXHAUSTED beyond), a sequence at most
 1,048,576 tokens (INVALID_ARGUMENT beyond).
+
+Any call may fail with INVALID_ARGUMENT, when a field is out of its limits (the message names
+it), and with INTERNAL, after a bug (the daemon's log has it). While the store contradicts itself
+(StatsResponse.check_failures) Reserve and Commit fail with FAILED_PRECONDITION.
 """
 
 from collections import abc as _abc

@@ -66,7 +66,8 @@ class EngineServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams a reply. Cancelling the call, or its deadline, frees the request's row at the next
+        """Streams a reply: any number of Delta, then one Done, then OK. A stream that ends with another
+        status has no Done. Cancelling the call, or its deadline, frees the request's row at the next
         step of the batch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -81,7 +82,8 @@ class EngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Token ids of a prompt, exactly as Generate would feed them.
+        """Token ids of a prompt, exactly as Generate would feed them. The prompt may be longer than the
+        context.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
