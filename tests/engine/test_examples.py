@@ -72,7 +72,7 @@ def test_leaving_early_frees_the_place(served: Served, ask: Ask) -> None:
     [
         (["--model", "other"], "NOT_FOUND: model: 'other' is not served here"),
         (["--max-tokens", "0"], "INVALID_ARGUMENT: max_tokens: 0"),
-        (["--max-tokens", str(LONG_REPLY), "--seconds", "0.2"], "DEADLINE_EXCEEDED: "),
+        (["--max-tokens", str(LONG_REPLY), "--seconds", "0.001"], "DEADLINE_EXCEEDED: "),
     ],
     ids=["not found", "invalid", "too late"],
 )

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.daemons import end_store
+from tests.support.engines import start_engine
 from tests.support.models import save_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,6 +98,19 @@ def test_caches_of_each_precision_decode_and_no_write_copies_them(tmp_path: Path
     for bits in (8, 4):
         ratio = held[f"{bits} bits, packed-matmul"] / held["BatchKVCache, mask"]
         assert ratio == pytest.approx((bits + 1) / 32)
+
+
+def test_churn_asks_a_running_engine_for_new_and_for_cached_rows(
+    model: Path, directory: Path, tmp_path: Path
+) -> None:
+    budget = ("--cachestore-budget", "16MiB")
+    with start_engine(directory, model, *budget) as engine:
+        rows = rows_of("churn", tmp_path / "found.json", "--engine", str(engine.listen))
+    end_store(directory)
+    assert len(rows) == 2
+    assert all(row["replies"] > 1 and row["completion_tokens"] > 1 for row in rows)
+    assert all(row["cached_tokens"] < row["prompt_tokens"] for row in rows)
+    assert any(row["cached_tokens"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize("name", ["prefill_step", "warm"])
