@@ -4,13 +4,18 @@ A model with layers whose cache cannot be cut at any token goes on from a checkp
 of that state at one exact position. So it is taken where other prompts are likely to part from
 this one:
 
-    ├ system prompt ┼ user ... user ┼ generation prompt ┤ reply ┤
-                    ▲               ▲                 ▲         ▲
-              end of the       end of the     one before    end of the reply
-              first message    last one       the end       (writeback.py)
+    ├ system prompt ┼ user ... user, generation prompt ┤ reply ┤
+                    ▲               ▲                ▲         ▲
+              end of the       where the next     one before  end of the reply
+              first message    turn parts         the end     (writeback.py)
 
-The one before the end is for the same prompt again, of which at least one token is computed.
-Between them one is taken every `stride` tokens, for prompts that part anywhere.
+The one before the end is for the same prompt again, of which at least one token is computed, and
+as a rule it serves the next turn, too. Between them one is taken every `stride` tokens, for prompts
+that part anywhere.
+
+Of those that lie close together the first one is taken: whoever parts behind it computes a few
+tokens more, which takes hardly longer than the one token that each request computes. The last one
+would be of no use to whom it lies too far for.
 """
 
 from collections.abc import Iterable
@@ -19,36 +24,52 @@ from typing import Final
 
 # The cachestore takes 64 in one write; that of a short reply has one more, at the reply's end.
 POSITIONS_MAX: Final = 63
+# A copy of a state may have tens of MiB, and the prompt stops for it: as long as some tens of
+# tokens take on a GPU, where a forward pass of so few reads the same weights as one of a single
+# token.
+TOKENS_APART_MIN: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Boundaries:
     """Of a chat's prompt, as numbers of tokens; empty and 0 for what is not known.
 
-    `conversation_start` is the end of the first user message: what is common to conversations
-    lies before it, and what one of them keeps lies behind it.
+    `partings`: where other chats are expected to part from it. `conversation_start` is where the
+    first reply begins: what is common to conversations lies before it, and what one of them keeps
+    lies behind it.
     """
 
-    message_ends: tuple[int, ...] = ()
+    partings: tuple[int, ...] = ()
     conversation_start: int = 0
 
 
 UNKNOWN: Final = Boundaries()
 
 
+def is_apart(position: int, before: int) -> bool:
+    """Whether a checkpoint is worth its copy where the one before, or the beginning, is there."""
+    return position - before >= TOKENS_APART_MIN
+
+
 def planned(
-    prompt_tokens: int, message_ends: Iterable[int], stride: int, *, whole: bool = False
+    prompt_tokens: int, partings: Iterable[int], stride: int, *, whole: bool = False
 ) -> tuple[int, ...]:
     """Positions in ascending order, each in 1..prompt_tokens, POSITIONS_MAX at most.
 
-    `whole`: the end of the prompt is one too, for whoever goes on from there. Of a prompt that is
-    too long for every stride, every second one is taken, or every fourth, and so on: they are
-    multiples of one another, so that prompts of different lengths share them.
+    `whole`: the end of the prompt is one in any case, for whoever goes on from there. Of a prompt
+    that is too long for every stride, every second one is taken, or every fourth, and so on: they
+    are multiples of one another, so that prompts of different lengths share them. A prompt that is
+    shorter than checkpoints are apart has one nevertheless.
     """
     assert prompt_tokens >= 1
     assert stride >= 1
-    ends = {*message_ends, prompt_tokens - 1, prompt_tokens if whole else 0}
-    fixed = sorted(end for end in ends if 0 < end <= prompt_tokens - (not whole))[-POSITIONS_MAX:]
-    while prompt_tokens // stride > POSITIONS_MAX - len(fixed):
+    last, most = prompt_tokens - 1, POSITIONS_MAX - whole
+    fixed = sorted({at for at in (*partings, last) if 0 < at <= last})[-most:]
+    while prompt_tokens // stride > most - len(fixed):
         stride *= 2
-    return tuple(sorted({*fixed, *range(stride, prompt_tokens, stride)}))
+    taken = [0]
+    for position in sorted({*fixed, *range(stride, prompt_tokens, stride)}):
+        if is_apart(position, taken[-1]):
+            taken.append(position)
+    positions = taken[1:] or fixed[-1:]
+    return (*positions, prompt_tokens) if whole else tuple(positions)

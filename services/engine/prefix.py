@@ -168,7 +168,7 @@ class Prefix:
             return ()
         return checkpoints.planned(
             len(request.tokens),
-            request.boundaries.message_ends,
+            request.boundaries.partings,
             self._checkpoint_stride,
             whole=request.warm,
         )

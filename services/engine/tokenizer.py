@@ -13,6 +13,9 @@ from engine.checkpoints import Boundaries
 REPLACEMENT = "\ufffd"
 # A character has at most four bytes; what is longer incomplete is no character.
 HELD_TOKENS_MAX = 16
+# How a chat may go on. Users and assistants take turns, or many templates refuse it; and some
+# render the last reply otherwise than those before.
+_NEXT_TURN = ({"role": "assistant", "content": "0"}, {"role": "user", "content": "0"})
 
 
 class PromptEncoder:
@@ -60,32 +63,32 @@ class PromptEncoder:
 
     def boundaries(self, messages: Sequence[Mapping[str, str]], tokens: list[int]) -> Boundaries:
         """Of a chat that `encode_chat` made these tokens of, as far as its template tells."""
+        next_turn = self._shared([*messages, *_NEXT_TURN], tokens)
+        end_of_first = self._end_of_first(messages, tokens) if len(messages) > 1 else 0
+        partings = tuple(sorted({next_turn, end_of_first} - {0}))
         users = (index for index, message in enumerate(messages) if message["role"] == "user")
-        first_user = next(users, None)
-        ends = [self._end(messages, tokens)]
-        if len(messages) > 1:
-            ends.insert(0, self._end_of_first(messages, tokens))
-        start = 0 if first_user is None else self._end(messages[: first_user + 1], tokens)
-        return Boundaries(tuple(end for end in ends if end), start)
-
-    def _end(self, messages: Sequence[Mapping[str, str]], tokens: list[int]) -> int:
-        """Where the first messages of a chat end in its tokens, 0 when that cannot be told: a
-        template may refuse them, or render them otherwise where no others follow."""
-        try:
-            alone = self._render(messages, generation_prompt=False)
-        except Exception:
-            return 0
-        common = _common(alone, tokens)
-        # The last token may be another one where text follows.
-        return common if common >= len(alone) - 1 else 0
+        first_turn = messages[: next(users, -1) + 1]
+        if len(first_turn) == len(messages):  # this is it
+            return Boundaries(partings, next_turn)
+        start = self._shared(first_turn, tokens, generation_prompt=True) if first_turn else 0
+        return Boundaries(partings, start)
 
     def _end_of_first(self, messages: Sequence[Mapping[str, str]], tokens: list[int]) -> int:
         """Where a chat parts from those with the same first message and another second one: many
         templates fold a system message into the turn of the user, and refuse it alone."""
         first, second = messages[:2]
         other = "1" if second["content"].lstrip().startswith("0") else "0"
+        return self._shared([first, {**second, "content": other}], tokens)
+
+    def _shared(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        tokens: list[int],
+        generation_prompt: bool = False,
+    ) -> int:
+        """How many tokens these messages begin with as well, 0 when the template refuses them."""
         try:
-            return _common(self._render([first, {**second, "content": other}], False), tokens)
+            return _common(self._render(messages, generation_prompt), tokens)
         except Exception:
             return 0
 

@@ -9,8 +9,9 @@ every stream. A prompt is a write of its own, for its end is where another reply
                                  write                              write
 
 Other layers are what they are at one position only: the step that reaches a checkpoint is followed
-by a copy of their state, before the next one, and so is the last step of a reply. Copies wait in
-the row for the write of its rows. Rows behind the last checkpoint are not stored at all.
+by a copy of their state, before the next one, and so is the last step of a reply, unless it is a
+few tokens long. Copies wait in the row for the write of its rows. Rows behind the last checkpoint
+are not stored at all.
 
     prompt                               reply
     ├───────●──────────────────●────●─┤──────────────────────────────────────────────────────●
@@ -21,6 +22,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 from engine.batch import Batch, Reached
+from engine.checkpoints import is_apart
 from engine.kv.kinds import NotCacheable
 from engine.prefix import Prefix
 from engine.rows import Row, State
@@ -89,8 +91,7 @@ class Writeback:
         """Of a row that is at this position now, unless it was taken already. Where `rows` keep
         too much the row's last one leaves for it, but each row may keep one."""
         assert row.uid is not None
-        last = row.checkpoints[-1].position if row.checkpoints else _written_to(row)
-        if position <= last or not self._prefix.writes:
+        if position <= _taken_to(row) or not self._prefix.writes:
             return
         try:
             snapshot = batch.snapshot(row.uid, self._prefix.layout)
@@ -112,12 +113,15 @@ class Writeback:
         """Settle how much a row stores at last: its first `end` rows, or those up to the last
         checkpoint among them."""
         assert row.uid is not None
-        if self._prefix.checkpointed and end > _written_to(row):
-            if batch.held(row.uid) == end:
+        written = _written_to(row)
+        if self._prefix.checkpointed and end > written:
+            if batch.held(row.uid) == end and is_apart(end, _taken_to(row)):
                 self._take_checkpoint(batch, row, end, rows)
             positions = [each.position for each in row.checkpoints if each.position <= end]
             if not positions:
-                self._give_up(row)
+                if is_apart(end, written):
+                    self._prefix.give_up(row.found)
+                _forget(row)
                 return
             end = positions[-1]
         row.rows_final = end
@@ -165,10 +169,9 @@ class Writeback:
             self._prefix.give_up(row.found)
 
     def _give_up(self, row: Row) -> None:
-        """Nothing more of a row is stored."""
+        """Nothing more of a row is stored, though it was to be."""
         self._prefix.give_up(row.found)
-        row.packed_to = row.rows_final = _written_to(row)
-        row.packed, row.checkpoints = [], []
+        _forget(row)
 
     def _piece_end(self, batch: Batch, row: Row) -> int | None:
         """Where the next piece of a row ends, if it has one now."""
@@ -194,6 +197,17 @@ def is_packed(row: Row) -> bool:
 def _written_to(row: Row) -> int:
     """Rows that are cached, or with the writer."""
     return row.packed[0].first_token if row.packed else row.packed_to
+
+
+def _forget(row: Row) -> None:
+    """What is not yet with the writer never will be."""
+    row.packed_to = row.rows_final = _written_to(row)
+    row.packed, row.checkpoints = [], []
+
+
+def _taken_to(row: Row) -> int:
+    """The position of the last checkpoint that is cached, or was taken; 0 before the first."""
+    return row.checkpoints[-1].position if row.checkpoints else _written_to(row)
 
 
 def _path_rows(row: Row, held: int, end: int) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cachestore.client import MatchKind
+from engine import checkpoints
 from engine.checkpoints import Boundaries
 from engine.config import CHECKPOINT_STRIDE_MIN
 from engine.kv.kinds import NotCacheable, Snapshot
@@ -49,10 +50,8 @@ def test_the_same_prompt_again_is_the_same_to_the_last_bits(pair: Pair) -> None:
     assert_same(first, pair.cold.ask(tokens, max_tokens=6), OTHER_CUTS)
     for _ in range(2):
         again = pair.stored(tokens, max_tokens=6)
-        assert (again.done.usage.match, again.done.usage.cached_tokens) == (
-            MatchKind.SUPERSEQUENCE,
-            289,
-        )
+        # What is stored ends one token before the prompt does, for the reply is short.
+        assert (again.done.usage.match, again.done.usage.cached_tokens) == (MatchKind.PREFIX, 289)
         assert_same(again, first, SAME_CUTS)
     assert pair.warm.prefix.status.writes_dropped == 0
 
@@ -60,9 +59,9 @@ def test_the_same_prompt_again_is_the_same_to_the_last_bits(pair: Pair) -> None:
 def test_a_match_is_worth_its_deepest_checkpoint(pair: Pair) -> None:
     tokens = prompt(2, 2 * STRIDE + 40)
     other = [(t + 1) % 256 for t in tokens]
-    pair.stored(tokens)  # checkpoints at 256, 512, 551 and 552
-    pair.assert_served([*tokens, *other[:9]], MatchKind.PREFIX, 552)
-    pair.assert_served([*tokens[:551], other[551], 3], MatchKind.LCP, 551)
+    pair.stored(tokens)  # checkpoints at 256, 512 and 551
+    pair.assert_served([*tokens, *other[:9]], MatchKind.PREFIX, 551)
+    pair.assert_served([*tokens[:551], other[551], 3], MatchKind.PREFIX, 551)
     pair.assert_served([*tokens[:550], other[550], 3], MatchKind.LCP, 512)
     pair.assert_served([*tokens[:512], other[512]], MatchKind.LCP, 512)
     pair.assert_served([*tokens[:511], other[511]], MatchKind.LCP, 256)
@@ -73,18 +72,32 @@ def test_a_match_is_worth_its_deepest_checkpoint(pair: Pair) -> None:
 
 def test_a_chat_goes_on_from_its_reply_and_others_from_its_system_prompt(pair: Pair) -> None:
     system = prompt(3, 90)
-    tokens = [*system, *prompt(4, 30)]
+    tokens = [*system, *prompt(4, 60)]
     for turn in range(3):
-        ends = Boundaries((90, len(tokens) - 3), 118)
-        reply = pair.warm.ask(tokens, max_tokens=8, boundaries=ends)
+        ends = Boundaries((90, len(tokens) - 3), 148)
+        reply = pair.warm.ask(tokens, max_tokens=40, boundaries=ends)
         pair.warm.settle()
         assert reply.done.usage.cached_tokens == (0 if turn == 0 else len(tokens) - 7)
-        assert_same(reply, pair.cold.ask(tokens, max_tokens=8), OTHER_CUTS)
-        tokens = tokens + reply.tokens[:8] + prompt(5 + turn, 7)
+        assert_same(reply, pair.cold.ask(tokens, max_tokens=40), OTHER_CUTS)
+        tokens = tokens + reply.tokens[:40] + prompt(5 + turn, 7)
     # The reply is left out: the last message is gone on from.
-    again = [*tokens[:117], *prompt(9, 12)]
-    pair.assert_served(again, MatchKind.LCP, 117)
+    again = [*tokens[:147], *prompt(9, 12)]
+    pair.assert_served(again, MatchKind.PREFIX, 147)
     pair.assert_served([*system, *prompt(10, 12)], MatchKind.LCP, 90)
+
+
+def test_short_turns_leave_one_state_each_and_are_served_nearly_as_much(pair: Pair) -> None:
+    """Of where the next turn parts, one token before the end, and the end of the reply."""
+    tokens = prompt(100, 100)
+    for turn in range(3):
+        before = pair.store.stats().checkpoints
+        ends = Boundaries((len(tokens) - 3,), 97)
+        reply = pair.warm.ask(tokens, max_tokens=8, boundaries=ends)
+        pair.warm.settle()
+        assert pair.store.stats().checkpoints == before + 1
+        assert reply.done.usage.cached_tokens == (0 if turn == 0 else len(tokens) - 40 - 11)
+        assert_same(reply, pair.cold.ask(tokens, max_tokens=8), OTHER_CUTS)
+        tokens = tokens + reply.tokens[:8] + prompt(101 + turn, 40)
 
 
 def test_warm_says_what_a_lookup_finds(pair: Pair) -> None:
@@ -114,7 +127,7 @@ def test_hits_and_misses_of_mixed_lengths_in_one_batch(pair: Pair, staggered: bo
         reply = pair.warm.finish(request_id)
         cached += reply.done.usage.cached_tokens
         assert_same(reply, pair.cold.alone(tokens, max_tokens=6), OTHER_CUTS)
-    assert cached >= 256 + 256 + 296
+    assert cached >= 256 + 256 + 295
 
 
 def stored_bytes(pair: Pair, tokens: list[int]) -> list[str]:
@@ -132,7 +145,7 @@ def stored_bytes(pair: Pair, tokens: list[int]) -> list[str]:
 def test_stored_bytes_are_not_changed_by_requests_that_use_them(pair: Pair) -> None:
     tokens = prompt(40, STRIDE + 60)
     pair.stored(tokens)
-    lengths = (STRIDE, STRIDE + 59, STRIDE + 60)
+    lengths = (STRIDE, STRIDE + 59)
     before = [stored_bytes(pair, tokens[:length]) for length in lengths]
     started = [pair.warm.submit([*tokens[:length], 7, 8], max_tokens=20) for length in lengths]
     for request_id, length in zip(started, lengths, strict=True):
@@ -165,7 +178,7 @@ def test_checkpoints_of_every_codec_are_found(
         tokens = prompt(70, 400)
         engine.ask(tokens, boundaries=Boundaries((60, 390), 390))
         engine.settle()
-        for length, cached in ((61, 60), (100, 60), (395, 390), (400, 399)):
+        for length, cached in ((61, 60), (91, 60), (395, 390), (400, 394)):
             reply = engine.ask([*tokens[: length - 1], 3])
             assert reply.done.usage.cached_tokens == cached
             assert np.isfinite(reply.logprobs).all()
@@ -180,7 +193,10 @@ def engine(directory: Path, cachestore: Cachestore) -> Iterator[InProcess]:
         yield engine
 
 
-def test_as_many_checkpoints_as_there_may_be_are_stored_in_one_write(engine: InProcess) -> None:
+def test_as_many_checkpoints_as_there_may_be_are_stored_in_one_write(
+    engine: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "TOKENS_APART_MIN", 1)
     tokens = prompt(80, 70)
     ends = Boundaries(tuple(range(1, 70)), 1)
     engine.ask(tokens, max_tokens=1, boundaries=ends)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cachestore.config import CHECKPOINTS_PER_CALL_MAX
-from engine import writeback
+from engine import checkpoints, writeback
 from engine.batch import Batch, BatchMode
 from engine.checkpoints import Boundaries
 from engine.kv import kinds
@@ -28,7 +28,7 @@ PIECE = 8
 TOLERANCE = 1e-4
 OTHER = [(7 * n + 3) % 256 for n in range(55)]
 ENDS = (20, 60)
-# Every 32 tokens, at the ends of messages, and one before the end.
+# Every 32 tokens, where others part, and one before the end.
 PLANNED = (20, 32, 60, 64, 69)
 
 MODES = {
@@ -41,7 +41,9 @@ MODES = {
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And every checkpoint is taken, however close to another one."""
     monkeypatch.setattr(writeback, "PIECE_ROWS", PIECE)
+    monkeypatch.setattr(checkpoints, "TOKENS_APART_MIN", 1)
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +168,21 @@ def test_a_warm_prompt_is_one_write_to_its_end(of_a_kind: Driven) -> None:
     assert check(driven, LONG, []) == [*PLANNED, 70]
     driven.core.stored(1, 70)
     assert driven.done(1).stored_tokens == 70
+    driven.check_empty()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 5, 6])
+@pytest.mark.parametrize(("cached", "taken"), [(20, [32, 60, 69]), (69, [])])
+def test_a_reply_of_a_few_tokens_is_not_worth_a_checkpoint(
+    of_a_kind: Driven, monkeypatch: pytest.MonkeyPatch, max_tokens: int, cached: int, taken: Any
+) -> None:
+    monkeypatch.setattr(checkpoints, "TOKENS_APART_MIN", 7)
+    driven, fields = of_a_kind, {"max_tokens": max_tokens, "boundaries": Boundaries(ENDS, 60)}
+    driven.start_behind(1, LONG, cached, **fields)
+    driven.turn_until_idle()
+    end = [76] if max_tokens == 6 else []
+    assert check(driven, LONG, driven.deltas(1), first=cached) == [*taken, *end]
+    assert driven.prefix.given_up == 0
     driven.check_empty()
 
 

@@ -17,9 +17,9 @@ from tests.support.models import qwen3_next_config, save_tiny_model
 
 STRIDE = CHECKPOINT_STRIDE_MIN
 PROMPT = [int(t) for t in np.random.default_rng(1).integers(0, 256, 2 * STRIDE + 40)]
-LAST = len(PROMPT)
-# At each stride and before the last token; behind it, for the reply is of one token.
-ALL = [STRIDE, 2 * STRIDE, LAST - 1, LAST]
+LAST = len(PROMPT) - 1
+# At each stride and before the last token.
+ALL = [STRIDE, 2 * STRIDE, LAST]
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from zlib import crc32
 
 import numpy as np
 
 from cachestore.client import Client, MatchKind
+from engine import checkpoints
 from engine.checkpoints import Boundaries
 from tests.matrix import lossy, oracle
 from tests.matrix.cells import (
@@ -236,6 +238,8 @@ def bench(architecture: str, codec: str, store: Cachestore, directory: Path) -> 
     if codec != "none":
         settings["cache_min_quantize_tokens"] = 1
     with (
+        # Cells have checkpoints closer together than an engine would take them.
+        mock.patch.object(checkpoints, "TOKENS_APART_MIN", 1),
         in_process(model, store.socket, **settings) as engine,
         store.client(role="admin") as client,
     ):

@@ -138,8 +138,8 @@ class FakePrefix:
     def planned(self, request: Request) -> tuple[int, ...]:
         if not self.checkpointed:
             return ()
-        ends = request.boundaries.message_ends
-        return planned(len(request.tokens), ends, self.stride, whole=request.warm)
+        partings = request.boundaries.partings
+        return planned(len(request.tokens), partings, self.stride, whole=request.warm)
 
     def has_room(self, kept_bytes: int) -> bool:
         return kept_bytes < self.room_bytes

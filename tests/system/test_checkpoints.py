@@ -9,6 +9,7 @@ import grpc
 import numpy as np
 import pytest
 
+from engine.checkpoints import TOKENS_APART_MIN
 from engine.v1 import engine_pb2 as pb
 from tests.support import hasty
 from tests.support.daemons import Cachestore, start_cachestore
@@ -90,14 +91,14 @@ def test_the_second_turn_of_a_chat_hits(directory: Path, cachestore: Cachestore,
             settled(cachestore, engine)
             prompt = stub.Tokenize(pb.TokenizeRequest(prompt=chat(*said))).token_ids
             replies.append(([*prompt], tokens))
-            # At least up to the last message of the turn before.
-            assert usage.cached_tokens >= asked - 12
+            # At least up to the last message of the turn before, or what is hardly less.
+            assert usage.cached_tokens > asked - 12 - TOKENS_APART_MIN
             asked = usage.prompt_tokens
             said += [("assistant", text), ("user", f"And {turn}?")]
         _, _, usage = ask(engine, chat(SYSTEM, ("user", "Something else")))
         assert usage.cached_tokens > len(SYSTEM[1])
         _, _, usage = ask(engine, chat(SYSTEM, ("user", "Hello there")))
-        assert usage.cached_tokens == usage.prompt_tokens - 1
+        assert usage.cached_tokens > usage.prompt_tokens - TOKENS_APART_MIN
     with in_process(directory / "model", None) as cold:
         for prompt, tokens in replies:
             assert cold.ask(prompt, REPLY_TOKENS).tokens[:REPLY_TOKENS] == tokens
@@ -151,7 +152,7 @@ def test_fifty_turns_keep_a_bounded_number_of_checkpoints(directory: Path) -> No
         # That of the system prompt, those of the conversation and of its abandoned replies, and
         # what the last turn has just added.
         assert max(held) <= 1 + 2 * most + 3
-        assert store.stats().checkpoints_surplus >= 50
+        assert store.stats().checkpoints_surplus >= 40
         # Records that no checkpoint is behind are gone.
         with store.client() as client:
             entries = list(client.entries())
@@ -201,4 +202,4 @@ def test_a_store_that_dies_while_it_commits_leaves_neither(directory: Path, mome
             for cached in (0, len(PROMPT) - 1):
                 again, _, usage = ask(engine, ids(PROMPT))
                 assert (again, usage.cached_tokens) == (first, cached)
-                until(lambda: replacement.stats().checkpoints == 2, "the checkpoints")
+                until(lambda: replacement.stats().checkpoints == 1, "the checkpoint")
