@@ -3,12 +3,22 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 from cachestore import endpoint
+from cachestore.client import Client
+from cachestore.v1 import cachestore_pb2 as pb
+from tests.support.daemons import short_directory, start_cachestore
+from tests.support.engines import InProcess, in_process
+from tests.support.models import Config, save_tiny_model
+from tests.support.stores import packed
+from tests.support.waiting import until
+
+REPLY_TOKENS = 6
 
 # Gets the request and the answer as bytes; gives what the caller is told.
 Lie = Callable[[bytes, bytes], bytes]
@@ -60,3 +70,94 @@ def lying(store: Path, path: Path) -> Iterator[Liar]:
             yield liar
         finally:
             server.stop(None).wait()
+
+
+def altered(change: Callable[[pb.LookupResponse], Any]) -> Lie:
+    """The truth but for one change of it."""
+
+    def lie(_: bytes, truth: bytes) -> bytes:
+        answer = pb.LookupResponse.FromString(truth)
+        change(answer)
+        return answer.SerializeToString()
+
+    return lie
+
+
+@dataclass
+class Deceived:
+    """An engine whose store lies to it. The prompt is stored, in two namespaces of models that
+    differ in their weights alone."""
+
+    engine: InProcess
+    liar: Liar
+    client: Client
+    prompt: list[int]
+    cold: list[int]
+    namespace: bytes
+    other_namespace: bytes
+
+    def lookup(self, namespace: bytes, tokens: list[int]) -> pb.LookupResponse:
+        """What the daemon says of those. The lease lapses some time."""
+        request = pb.LookupRequest(
+            namespace=namespace,
+            tokens=packed(tokens),
+            limit=len(tokens) - 1,
+            checkpointed=self.engine.prefix.checkpointed,
+        )
+        return self.client._call(self.client._stub.Lookup, request)
+
+    def tell(self, call: str, lie: Lie) -> None:
+        """The engine computes the prompt as if nothing were stored."""
+        self.liar.told = 0
+        self.liar.lies[call] = lie
+        reply = self.engine.ask(self.prompt, REPLY_TOKENS)
+        self.engine.settle()
+        assert self.liar.told
+        assert reply.tokens == self.cold
+        assert reply.done.usage.cached_tokens == 0
+        assert reply.done.usage.prompt_tokens == len(self.prompt)
+
+    def assert_truth_is_used(self) -> None:
+        self.liar.lies.clear()
+        until(lambda: self.engine.prefix.status.connected, "a session")
+        reply = self.engine.ask(self.prompt, REPLY_TOKENS)
+        assert reply.tokens == self.cold
+        assert reply.done.usage.cached_tokens == len(self.prompt) - 1
+        self.engine.settle()
+
+
+@contextlib.contextmanager
+def deceived(
+    prompt: list[int], others: Sequence[list[int]], config: Config | None = None, **settings: Any
+) -> Iterator[Deceived]:
+    """`others` are stored beside the prompt; `settings` are of the engines that store them."""
+    with short_directory() as directory:
+        model = save_tiny_model(directory / "model", config)
+        twin = save_tiny_model(directory / "twin", config, seed=1)
+        with (
+            start_cachestore(directory, budget="256MiB") as store,
+            in_process(model, None) as without,
+        ):
+            cold = without.ask(prompt, REPLY_TOKENS).tokens
+            other_namespace = _store_all(twin, store.socket, [prompt], settings)
+            namespace = _store_all(model, store.socket, [prompt, *others], settings)
+            assert namespace != other_namespace
+            path = directory / "liar.sock"
+            with (
+                lying(store.socket, path) as liar,
+                store.client() as client,
+                in_process(model, path, cache_codec="none", **settings) as engine,
+            ):
+                yield Deceived(engine, liar, client, prompt, cold, namespace, other_namespace)
+
+
+def _store_all(
+    model: Path, socket: Path, prompts: Sequence[list[int]], settings: dict[str, Any]
+) -> bytes:
+    """Has another engine store those; its namespace."""
+    with in_process(model, socket, cache_codec="none", **settings) as engine:
+        for prompt in prompts:
+            engine.ask(prompt, 1)
+            engine.settle()
+        namespace: bytes = engine.prefix.status.namespace
+        return namespace

@@ -12,7 +12,7 @@ from engine import attach
 from tests.support import entries, hasty
 from tests.support.daemons import Cachestore, start_cachestore
 from tests.support.engines import in_process
-from tests.support.models import save_tiny_model
+from tests.support.models import Config, llama_config, qwen3_next_config, save_tiny_model
 from tests.support.waiting import until
 
 ROWS = 600
@@ -90,10 +90,11 @@ def test_a_slow_reader_keeps_what_it_reads(directory: Path) -> None:
         assert reader.lookup(entries.NAMESPACE, SEQUENCE, ROWS).rows == 0
 
 
-def test_rows_that_leave_while_they_are_copied_are_not_used(
-    directory: Path, hasty_store: Cachestore, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("config", [llama_config(), qwen3_next_config()], ids=["rows", "hybrid"])
+def test_what_leaves_while_it_is_copied_is_not_used(
+    directory: Path, hasty_store: Cachestore, monkeypatch: pytest.MonkeyPatch, config: Config
 ) -> None:
-    model = save_tiny_model(directory / "model")
+    model = save_tiny_model(directory / "model", config)
     prompt = [(7 * n + n * n) % 256 for n in range(300)]
     with (
         in_process(model, None) as cold,
@@ -102,13 +103,16 @@ def test_rows_that_leave_while_they_are_copied_are_not_used(
         expected = cold.ask(prompt, 6).tokens
         engine.ask(prompt, 1)
         engine.settle()
-        assert hasty_store.stats().tokens == len(prompt)
+        held = hasty_store.stats()
+        assert held.tokens == len(prompt) - engine.prefix.checkpointed
+        assert held.checkpoints == engine.prefix.checkpointed
         copy: Callable[..., None] = attach.Block.copy
 
         def slowly(block: attach.Block) -> None:
             monkeypatch.setattr(attach.Block, "copy", copy)
             until(lambda: hasty_store.stats().leases == 0, "the lease to lapse")
             fill(hasty_store)
+            assert hasty_store.stats().checkpoints == 0
             copy(block)
 
         monkeypatch.setattr(attach.Block, "copy", slowly)

@@ -2,123 +2,28 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from cachestore.client import Client
 from cachestore.v1 import cachestore_pb2 as pb
-from engine import attach, link
-from tests.support.daemons import short_directory, start_cachestore
-from tests.support.engines import InProcess, in_process
-from tests.support.liars import Liar, lying
-from tests.support.models import save_tiny_model
-from tests.support.waiting import until
+from engine import attach
+from tests.support.liars import Deceived, altered, deceived
+from tests.support.pairs import prompt
+from tests.support.stores import packed
 
-REPLY_TOKENS = 6
 RECORD_ROWS = 256
-
-
-def random_tokens(seed: int, count: int) -> list[int]:
-    return [int(token) for token in np.random.default_rng(seed).integers(0, 256, count)]
-
-
-def packed(tokens: list[int]) -> bytes:
-    return np.array(tokens, dtype="<u4").tobytes()
-
-
-PROMPT, OTHER = random_tokens(1, 600), random_tokens(2, 600)
+PROMPT, OTHER = prompt(1, 600), prompt(2, 600)
 # One row of difference, before the second record and inside of it.
 EARLY, LATE = list(PROMPT), list(PROMPT)
 EARLY[100] ^= 1
 LATE[300] ^= 1
 
 
-@dataclass
-class Stage:
-    engine: InProcess
-    liar: Liar
-    client: Client
-    cold: list[int]
-    namespace: bytes
-    other_namespace: bytes
-
-    def lookup(self, namespace: bytes, tokens: list[int]) -> pb.LookupResponse:
-        """What the daemon says of those. The lease lapses some time."""
-        return self.client._call(
-            self.client._stub.Lookup,
-            pb.LookupRequest(namespace=namespace, tokens=packed(tokens), limit=len(tokens) - 1),
-        )
-
-
 @pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    with short_directory() as directory:
-        model = save_tiny_model(directory / "model")
-        twin = save_tiny_model(directory / "twin", seed=1)  # of the same shape
-        with (
-            start_cachestore(directory, budget="256MiB") as store,
-            in_process(model, None) as without,
-        ):
-            cold = without.ask(PROMPT, REPLY_TOKENS).tokens
-            other_namespace = store_all(twin, store.socket, [PROMPT])
-            namespace = store_all(model, store.socket, [PROMPT, OTHER, EARLY, LATE])
-            assert namespace != other_namespace
-            path = directory / "liar.sock"
-            with (
-                lying(store.socket, path) as liar,
-                store.client() as client,
-                in_process(model, path, cache_codec="none") as engine,
-            ):
-                yield Stage(engine, liar, client, cold, namespace, other_namespace)
-
-
-def store_all(model: Path, socket: Path, prompts: list[list[int]]) -> bytes:
-    """Has another engine store those; its namespace."""
-    with in_process(model, socket, cache_codec="none") as engine:
-        for prompt in prompts:
-            engine.ask(prompt, 1)
-            engine.settle()
-        namespace: bytes = engine.prefix.status.namespace
-        return namespace
-
-
-@pytest.fixture
-def told(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Tells a lie, and checks the reply; afterwards the truth is used again."""
-    monkeypatch.setattr(link, "PAUSE_SECONDS", 0.0)
-
-    def tell(call: str, lie: Callable[[bytes, bytes], bytes]) -> None:
-        stage.liar.told = 0
-        stage.liar.lies[call] = lie
-        reply = stage.engine.ask(PROMPT, REPLY_TOKENS)
-        stage.engine.settle()
-        assert stage.liar.told
-        assert reply.tokens == stage.cold
-        assert reply.done.usage.cached_tokens == 0
-        assert reply.done.usage.prompt_tokens == len(PROMPT)
-
-    yield tell
-    stage.liar.lies.clear()
-    until(lambda: stage.engine.prefix.status.connected, "a session")
-    reply = stage.engine.ask(PROMPT, REPLY_TOKENS)
-    assert reply.tokens == stage.cold
-    assert reply.done.usage.cached_tokens == len(PROMPT) - 1
-    stage.engine.settle()
-
-
-def altered(change: Callable[[pb.LookupResponse], Any]) -> Callable[[bytes, bytes], bytes]:
-    """The truth but for one change of it."""
-
-    def lie(_: bytes, truth: bytes) -> bytes:
-        answer = pb.LookupResponse.FromString(truth)
-        change(answer)
-        return answer.SerializeToString()
-
-    return lie
+def stage() -> Iterator[Deceived]:
+    with deceived(PROMPT, [OTHER, EARLY, LATE]) as made:
+        yield made
 
 
 def change_of(
@@ -178,9 +83,9 @@ def shift_rows(answer: pb.LookupResponse) -> None:
     ],
 )
 def test_a_malformed_answer(
-    told: Callable[..., None], change: Callable[[pb.LookupResponse], Any]
+    assert_miss: Callable[..., None], change: Callable[[pb.LookupResponse], Any]
 ) -> None:
-    told("Lookup", altered(change))
+    assert_miss("Lookup", altered(change))
 
 
 def swap_rows(answer: pb.LookupResponse, wrong: pb.LookupResponse) -> None:
@@ -190,29 +95,31 @@ def swap_rows(answer: pb.LookupResponse, wrong: pb.LookupResponse) -> None:
 
 
 @pytest.mark.parametrize("answer", [b"\xff" * 40, b"\x0a\xff", bytes(1000), b""])
-def test_an_answer_that_is_noise(told: Callable[..., None], answer: bytes) -> None:
-    told("Lookup", lambda *_: answer)
+def test_an_answer_that_is_noise(assert_miss: Callable[..., None], answer: bytes) -> None:
+    assert_miss("Lookup", lambda *_: answer)
 
 
 @pytest.mark.parametrize("tokens", [OTHER, EARLY, LATE], ids=["all", "before", "inside"])
-def test_rows_of_other_tokens(stage: Stage, told: Callable[..., None], tokens: list[int]) -> None:
+def test_rows_of_other_tokens(
+    stage: Deceived, assert_miss: Callable[..., None], tokens: list[int]
+) -> None:
     wrong = stage.lookup(stage.namespace, tokens)
-    told("Lookup", altered(lambda answer: swap_rows(answer, wrong)))
+    assert_miss("Lookup", altered(lambda answer: swap_rows(answer, wrong)))
 
 
-def test_rows_of_another_namespace(stage: Stage, told: Callable[..., None]) -> None:
+def test_rows_of_another_namespace(stage: Deceived, assert_miss: Callable[..., None]) -> None:
     wrong = stage.lookup(stage.other_namespace, PROMPT)
-    told("Lookup", altered(lambda answer: swap_rows(answer, wrong)))
+    assert_miss("Lookup", altered(lambda answer: swap_rows(answer, wrong)))
 
 
-def test_rows_of_another_place(stage: Stage, told: Callable[..., None]) -> None:
+def test_rows_of_another_place(stage: Deceived, assert_miss: Callable[..., None]) -> None:
     """The second record of the prompt, twice."""
 
     def change(answer: pb.LookupResponse) -> None:
         assert list(answer.spans.rows) == [RECORD_ROWS, RECORD_ROWS, 87]
         reorder([1, 1, 2])(answer)
 
-    told("Lookup", altered(change))
+    assert_miss("Lookup", altered(change))
 
 
 @pytest.mark.parametrize(
@@ -225,7 +132,7 @@ def test_rows_of_another_place(stage: Stage, told: Callable[..., None]) -> None:
     ],
 )
 def test_a_damaged_record(
-    stage: Stage, told: Callable[..., None], damage: tuple[int, bytes]
+    stage: Deceived, assert_miss: Callable[..., None], damage: tuple[int, bytes]
 ) -> None:
     where, data = damage
     lease = stage.client.lookup(stage.namespace, packed(PROMPT), len(PROMPT) - 1)
@@ -236,20 +143,20 @@ def test_a_damaged_record(
     assert before != data
     slab[place] = data
     try:
-        told("Lookup", lambda _, truth: truth)
+        assert_miss("Lookup", lambda _, truth: truth)
     finally:
         slab[place] = before
         stage.client.release([lease.id])
 
 
 @pytest.mark.parametrize("answer", [pb.RenewResponse(valid=[False]), pb.RenewResponse()])
-def test_a_lease_that_was_none(told: Callable[..., None], answer: pb.RenewResponse) -> None:
-    told("Renew", lambda *_: answer.SerializeToString())
+def test_a_lease_that_was_none(assert_miss: Callable[..., None], answer: pb.RenewResponse) -> None:
+    assert_miss("Renew", lambda *_: answer.SerializeToString())
 
 
 @pytest.mark.parametrize("calls", [("Lookup", "Renew"), ("Renew",)])
 def test_answers_that_come_too_late(
-    stage: Stage, told: Callable[..., None], calls: tuple[str, ...]
+    stage: Deceived, assert_miss: Callable[..., None], calls: tuple[str, ...]
 ) -> None:
     over = threading.Event()
 
@@ -259,7 +166,7 @@ def test_answers_that_come_too_late(
 
     stage.liar.lies.update(dict.fromkeys(calls, late))
     try:
-        told(calls[0], late)
+        assert_miss(calls[0], late)
     finally:
         over.set()
 
@@ -271,8 +178,8 @@ LAYER_STEPS = [
 
 @pytest.mark.parametrize(("step", "layer"), LAYER_STEPS)
 def test_a_load_that_fails_at_any_layer(
-    stage: Stage,
-    told: Callable[..., None],
+    stage: Deceived,
+    assert_miss: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
     step: str,
     layer: int,
@@ -288,5 +195,5 @@ def test_a_load_that_fails_at_any_layer(
     cut = attach.plan
     monkeypatch.setattr(attach, "plan", lambda *sources: cut(*sources, block_bytes=1))
     monkeypatch.setattr(attach.Block, step, fail)
-    told("Lookup", lambda _, truth: truth)
+    assert_miss("Lookup", lambda _, truth: truth)
     monkeypatch.undo()

@@ -15,13 +15,17 @@ from tests.support import entries
 from tests.support.daemons import Cachestore, short_directory, start_cachestore
 from tests.support.engines import EngineDaemon, connect, ids, in_process, start_engine
 from tests.support.faulty import Death
-from tests.support.models import save_tiny_model
+from tests.support.models import llama_config, qwen3_next_config, save_tiny_model
 from tests.support.waiting import until
 
 HELD = [(7 * n + n * n) % 256 for n in range(300)]
 PROMPT = HELD + [(3 * n + n * n * n) % 256 for n in range(300)]
+LAST = len(PROMPT) - 1
 REPLY_TOKENS = 8
 CODEC = "none"
+
+# Of rows alone, and with a checkpoint, which ends one token before HELD does, and before PROMPT.
+CONFIGS = {"llama": llama_config(), "qwen3_next": qwen3_next_config()}
 
 # Storing HELD made the first of each of these calls, and two to reserve: one asked for a slab.
 STEPS = (
@@ -71,16 +75,16 @@ class Stage:
         with start_cachestore(self.directory) as replacement:
             until(lambda: replacement.stats().sessions == 1, "the engine to come back")
             assert self.ask()[0] == self.cold
-            until(lambda: replacement.stats().tokens >= len(PROMPT), "the prompt to be stored")
+            until(lambda: replacement.stats().tokens >= LAST, "the prompt to be stored")
             tokens, usage = self.ask()
-            assert usage.cached_tokens == len(PROMPT) - 1
+            assert usage.cached_tokens == LAST
             assert tokens == self.cold
 
 
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
+@pytest.fixture(scope="module", params=CONFIGS)
+def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
     with short_directory() as directory:
-        model = save_tiny_model(directory / "model")
+        model = save_tiny_model(directory / "model", CONFIGS[request.param])
         with in_process(model, None) as engine:
             cold = engine.ask(PROMPT, REPLY_TOKENS).tokens
         where = f"unix:{directory / 'cachestore.sock'}"
@@ -94,7 +98,7 @@ def stage() -> Iterator[Stage]:
 def wait_stored(store: Cachestore) -> None:
     def stored() -> bool:
         stats = store.stats()
-        return stats.tokens >= len(HELD) and stats.leases == stats.reservations == 0
+        return stats.tokens >= len(HELD) - 1 and stats.leases == stats.reservations == 0
 
     until(stored, "the rows to be stored")
 
