@@ -3,15 +3,22 @@
 import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
 
+from cachestore import record
+from cachestore.config import EXTENT_UNIT_BYTES
 from engine.checkpoints import TOKENS_APART_MIN
+from engine.kv.codec import CodecPolicy
+from engine.kv.live import LiveCaches
 from engine.v1 import engine_pb2 as pb
 from tests.support import hasty
+from tests.support.checkpoints import lossless
 from tests.support.daemons import Cachestore, start_cachestore
 from tests.support.engines import EngineDaemon, chat, connect, ids, in_process, start_engine
 from tests.support.faulty import Death
@@ -22,6 +29,7 @@ from tests.support.models import (
     mamba2_config,
     qwen3_next_config,
     save_tiny_model,
+    tiny_model,
 )
 from tests.support.waiting import until
 
@@ -49,8 +57,10 @@ def serving(directory: Path, config: Config, *flags: str) -> Iterator[EngineDaem
         yield engine
 
 
-def ask(engine: EngineDaemon, prompt: pb.Prompt) -> tuple[list[int], str, pb.Usage]:
-    tokens, text, done = engine.generate(prompt=prompt, max_tokens=REPLY_TOKENS, ignore_eos=True)
+def ask(
+    engine: EngineDaemon, prompt: pb.Prompt, max_tokens: int = REPLY_TOKENS
+) -> tuple[list[int], str, pb.Usage]:
+    tokens, text, done = engine.generate(prompt=prompt, max_tokens=max_tokens, ignore_eos=True)
     return tokens, text, done.usage
 
 
@@ -128,35 +138,67 @@ def test_a_crowd_on_one_raw_prompt_computes_it_once_up_to_a_stride(
     assert [usage.cached_tokens for _, _, usage in answers] == [0, *[512] * 7]
 
 
-def test_fifty_turns_keep_a_bounded_number_of_checkpoints(directory: Path) -> None:
-    most = 4
+@dataclass(frozen=True)
+class Bound:
+    """What a conversation whose branches are idle may hold, as docs/architecture.md says."""
+
+    config: Config
+    most: int
+    reply_tokens: int
+
+    @cached_property
+    def policy(self) -> CodecPolicy:
+        return lossless(LiveCaches(tiny_model(self.config)))
+
+    @property
+    def states(self) -> int:
+        # The first one, those of the conversation and of its abandoned replies, and what the last
+        # turn was served.
+        return 1 + 2 * self.most + 1
+
+    def nbytes(self, tokens: int, records: int) -> int:
+        """Of so many tokens in so many records."""
+        codec = self.policy.codec
+        (size,) = {record.plan(self.policy.checkpoint(n).schema, 1).record_bytes for n in (9, 9999)}
+        rows = 2 * tokens + (self.most + 1) * self.reply_tokens
+        return (
+            self.states * (size + EXTENT_UNIT_BYTES)
+            + rows * codec.row_bytes
+            + records * (codec.record_overhead_bytes + EXTENT_UNIT_BYTES)
+        )
+
+
+def test_fifty_turns_keep_a_bounded_number_of_checkpoints_and_bytes(directory: Path) -> None:
     config = qwen3_next_config(max_position_embeddings=8192)
+    # Long enough for a checkpoint at its end.
+    bound = Bound(config, most=4, reply_tokens=TOKENS_APART_MIN)
     with (
         start_cachestore(
             directory,
             program=hasty.program(branch_idle_seconds=0.0),
             budget="256MiB",
-            checkpoints_max=most,
+            checkpoints_max=bound.most,
         ) as store,
-        serving(directory, config, *where(store)) as engine,
+        serving(directory, config, *where(store), "--cache-codec", "none") as engine,
     ):
         said = [("system", "Be brief."), ("user", "Hello there")]
-        held = []
+        asked = 0
         for turn in range(50):
             # Some bytes of a reply are no text, so that a turn often goes on from its prompt.
-            _, text, usage = ask(engine, chat(*said))
-            assert usage.cached_tokens > (usage.prompt_tokens - 60 if turn else -1)
+            _, text, usage = ask(engine, chat(*said), bound.reply_tokens)
+            assert usage.cached_tokens >= asked - 1
+            asked = usage.prompt_tokens
             settled(store, engine)
-            held.append(store.stats().checkpoints)
+            held = store.stats()
+            assert held.checkpoints <= bound.states
+            assert held.bytes_used <= bound.nbytes(asked, held.records)
             said += [("assistant", text), ("user", f"{turn}?")]
-        # That of the system prompt, those of the conversation and of its abandoned replies, and
-        # what the last turn has just added.
-        assert max(held) <= 1 + 2 * most + 3
-        assert store.stats().checkpoints_surplus >= 40
+        # Two of each turn were taken, and one at a stride.
+        assert held.checkpoints + held.checkpoints_surplus >= 100
         # Records that no checkpoint is behind are gone.
         with store.client() as client:
             entries = list(client.entries())
-        assert sum(entry.checkpoint > 0 for entry in entries) == held[-1]
+        assert sum(entry.checkpoint > 0 for entry in entries) == held.checkpoints
         rows = {entry.span.record_id for entry in entries if not entry.checkpoint}
         assert rows <= {entry.parent_record_id for entry in entries}
 
