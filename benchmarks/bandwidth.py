@@ -1,12 +1,13 @@
 """Attach and store, beside memcpy of the same number of bytes.
 
-    python -m benchmarks.bandwidth [--layouts smollm2-135m,8b] [--rows 1000,4000,16000]
+    python -m benchmarks.bandwidth [--layouts smollm2-135m,8b,hybrid] [--rows 1000,4000,16000]
                                    [--codecs none,q8] [--runs 5]
 
 A cachestore of its own, and the engine's own path between it and MLX arrays, on the engine's
 threads: `Prefix` looks up, copies and writes; this thread is the one that has MLX. "reused" are
 buffers that MLX has kept from the run before, "fresh" ones that the system has to give; memcpy
-copies the records' bytes from the mapped slab to memory of the same sort.
+copies the records' bytes from the mapped slab to memory of the same sort. "hybrid" has the shape
+of Qwen3-Next-80B: three of four layers are recurrent, so a sequence has a checkpoint at its end.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ backend.prepare()
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
 import numpy.typing as npt  # noqa: E402
-from tests.support.caches import Layer, held, layout, random_layers, sliced  # noqa: E402
+from tests.support.caches import hybrid, layout, random_rows, random_snapshot  # noqa: E402
 from tests.support.daemons import Cachestore, short_directory, start_cachestore  # noqa: E402
 from tests.support.stores import packed  # noqa: E402
 
@@ -39,8 +40,12 @@ from benchmarks.measure import (  # noqa: E402
     publish,
     seconds,
 )
-from engine import attach  # noqa: E402
+from cachestore import record  # noqa: E402
 from engine.kv.codec import CodecPolicy  # noqa: E402
+from engine.kv.history import Rows, sliced  # noqa: E402
+from engine.kv.kinds import Snapshot  # noqa: E402
+from engine.kv.layout import CacheLayout  # noqa: E402
+from engine.kv.states import ArrayShape  # noqa: E402
 from engine.link import StoreLink  # noqa: E402
 from engine.prefix import Found, Prefix, Receiver  # noqa: E402
 from engine.storing import Tail  # noqa: E402
@@ -49,7 +54,12 @@ from engine.writeback import PIECE_ROWS  # noqa: E402
 LAYOUTS = {
     "smollm2-135m": layout((30, 64, 64), heads=3, dtype="float32"),
     "8b": layout((32, 128, 128), heads=8, dtype="bfloat16"),
+    "hybrid": hybrid(
+        *(48, 4, (ArrayShape((3, 8192), "bfloat16"), ArrayShape((32, 128, 128), "float32"))),
+        *(2, 256, "bfloat16"),
+    ),
     "tiny": layout((3, 64, 64), heads=2, dtype="float32"),
+    "tiny-hybrid": hybrid(4, 4, (ArrayShape((4, 32, 32), "float32"),), 2, 64, "float32"),
 }
 NAMESPACE = bytes(32)
 # What one size may take in the store; it exists about five times.
@@ -93,13 +103,15 @@ COLUMNS: Columns = {
 
 def main() -> None:
     parser = flags(__doc__)
-    parser.add_argument("--layouts", default="smollm2-135m,8b", help=f"of {', '.join(LAYOUTS)}")
+    parser.add_argument(
+        "--layouts", default="smollm2-135m,8b,hybrid", help=f"of {', '.join(LAYOUTS)}"
+    )
     parser.add_argument("--rows", default="1000,4000,16000")
     parser.add_argument("--codecs", default="none,q8")
     parser.add_argument("--runs", type=int, default=5)
     options = parser.parse_args()
     if options.small:
-        options.layouts, options.rows, options.runs = "tiny", "600", 1
+        options.layouts, options.rows, options.runs = "tiny,tiny-hybrid", "600", 1
     backend.apply_memory_limits(backend.memory_limits(backend.describe()))
     found = []
     for name in options.layouts.split(","):
@@ -117,12 +129,38 @@ def measure(name: str, policy: CodecPolicy, rows: int, runs: int) -> list[Measur
     works: dict[str, list[Run]] = {}
     with short_directory() as directory:
         # Room for two sequences, and for a few records, of which a slab holds one at least.
-        budget = (2 * rows + 8 * PIECE_ROWS) * policy.codec.row_bytes + (64 << 20)
+        record_bytes = max(PIECE_ROWS * policy.codec.row_bytes, state_bytes(policy, rows))
+        budget = 2 * stored_bytes(policy, rows) + 8 * record_bytes + (64 << 20)
+        fill = budget // stored_bytes(policy, rows) + 1
         with start_cachestore(directory, budget=budget) as daemon, engine(daemon, policy) as bench:
-            live = random_layers(policy.codec.layout, -(-rows // PIECE_ROWS) * PIECE_ROWS)
-            for work, run in bench.works(live, rows, runs):
+            live = Live.of(policy.codec.layout, rows)
+            for work, run in bench.works(live, rows, runs, fill):
                 works.setdefault(work, []).append(run)
     return [summary(name, policy, rows, work, timed) for work, timed in works.items()]
+
+
+def state_bytes(policy: CodecPolicy, position: int) -> int:
+    """Of a checkpoint, if there is one."""
+    if not policy.codec.layout.checkpointed:
+        return 0
+    return record.plan(policy.checkpoint(position).schema, 1).record_bytes
+
+
+def stored_bytes(policy: CodecPolicy, rows: int) -> int:
+    return rows * policy.codec.row_bytes + state_bytes(policy, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What the live caches of a request hold, by leaf: rows in whole pieces, and the state."""
+
+    rows: Sequence[Rows]
+    state: Snapshot | None
+
+    @classmethod
+    def of(cls, layout: CacheLayout, rows: int) -> "Live":
+        held = random_rows(layout, -(-rows // PIECE_ROWS) * PIECE_ROWS)
+        return cls(held, random_snapshot(layout, rows) if layout.checkpointed else None)
 
 
 @dataclass
@@ -165,7 +203,7 @@ def summary(name: str, policy: CodecPolicy, rows: int, work: str, runs: Sequence
         codec=policy.codec.name,
         rows=rows,
         work=work,
-        stored_bytes=rows * policy.codec.row_bytes,
+        stored_bytes=stored_bytes(policy, rows),
         memcpy_seconds=median(run.memcpy_seconds for run in runs),
         seconds=median(run.seconds for run in runs),
         phase_seconds={
@@ -185,8 +223,6 @@ class Bench:
 
     def __init__(self, link: StoreLink, policy: CodecPolicy) -> None:
         self._inbox: queue.SimpleQueue[Callable[[Receiver], None]] = queue.SimpleQueue()
-        self._link = link
-        self._policy = policy
         self.prefix = Prefix(self._inbox.put, link, policy)
         self.prefix.identify(NAMESPACE)
         self._found: Found | None = None
@@ -201,9 +237,10 @@ class Bench:
     def stored(self, _request_id: int, tokens: int) -> None:
         assert tokens > 0
 
-    def works(self, live: Sequence[Layer], rows: int, runs: int) -> Iterator[tuple[str, Run]]:
-        """Each work `runs` times. Every sequence is another one, and the first fill the store."""
-        for number in range(3):
+    def works(self, live: Live, rows: int, runs: int, fill: int) -> Iterator[tuple[str, Run]]:
+        """Each work `runs` times. Every sequence is another one, and the first `fill` fill the
+        store."""
+        for number in range(fill):
             forget_freed_memory()
             fresh = self._store(live, number, rows)
             with self._looked_up(number, rows) as found:
@@ -211,7 +248,7 @@ class Bench:
                 buffer = fresh_buffer(found)
             if number < 2:
                 yield "store, fresh", fresh
-        for number in range(3, 3 + 2 * runs, 2):
+        for number in range(fill, fill + 2 * runs, 2):
             # The first one gives the second one its buffers.
             self._store(live, number, rows)
             store = self._store(live, number + 1, rows)
@@ -242,7 +279,7 @@ class Bench:
     def _receive(self) -> None:
         self._inbox.get()(self)
 
-    def _store(self, live: Sequence[Layer], number: int, rows: int) -> Run:
+    def _store(self, live: Live, number: int, rows: int) -> Run:
         """As Writeback does, piece by piece, but without steps of a batch between."""
         tokens = tokens_of(number, rows)
         with ticking() as late:
@@ -251,10 +288,15 @@ class Bench:
             for first in range(0, rows, PIECE_ROWS):
                 with run.keeping_mlx("pack"):
                     span = range(first, min(first + PIECE_ROWS, rows))
-                    piece = held(sliced(live, span.start, span.stop))
+                    cut = slice(span.start, span.stop)
+                    piece = [sliced(leaf, cut) for leaf in live.rows]
                     pieces += self.prefix.pack(rows, piece, span)
+            states = []
+            if live.state is not None:
+                with run.keeping_mlx("copy state"):
+                    states.append(self.prefix.pack_checkpoint(live.state, rows))
             with run.phase("write"):
-                self.prefix.write(Tail(tokens, tuple(pieces)), None, report=0)
+                self.prefix.write(Tail(tokens, tuple(pieces), tuple(states)), None, report=0)
                 self._receive()
             run.end()
         run.gil_seconds_max = max(late)
@@ -265,8 +307,9 @@ class Bench:
         with ticking() as late:
             run = Run()
             with run.phase("plan"):
-                sources = self.prefix.sources(found.client, found.lease, packed(self._tokens))
-                attachment = attach.plan(self._policy, sources)
+                tokens = packed(self._tokens)
+                attachment = self.prefix.plan(found.client, found.lease, tokens)
+                assert attachment is not None
             found = Found(found.client, found.lease, attachment)
             for block in attachment.blocks:
                 with run.keeping_mlx("allocate"):
@@ -295,7 +338,9 @@ def engine(daemon: Cachestore, policy: CodecPolicy) -> Iterator[Bench]:
 
 
 def records(found: Found) -> list[memoryview]:
-    return [found.client.record(span) for span in found.lease.spans]
+    lease = found.lease
+    states = [] if lease.checkpoint is None else [lease.checkpoint]
+    return [found.client.record(each) for each in (*lease.spans, *states)]
 
 
 def tokens_of(number: int, count: int) -> tuple[int, ...]:

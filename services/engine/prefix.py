@@ -215,14 +215,15 @@ class Prefix:
             )
             self._link.hold(client, lease.id)
             try:
-                return Found(client, lease, self._plan(client, lease, packed))
+                return Found(client, lease, self.plan(client, lease, packed))
             except Exception:
                 self._link.drop(lease.id)
                 raise
 
-    def _plan(self, client: Client, lease: Lease, tokens: bytes) -> Attachment | None:
+    def plan(self, client: Client, lease: Lease, tokens: bytes) -> Attachment | None:
+        """How what a lease holds gets into caches. RecordError as attach.plan."""
         assert self._policy is not None
-        sources = self.sources(client, lease, tokens)
+        sources = self._sources(client, lease, tokens)
         if not sources:
             return None
         checkpoint = None
@@ -232,7 +233,7 @@ class Prefix:
             checkpoint = attach.Source(client.record(lease.checkpoint), 0, 1, path)
         return attach.plan(self._policy, sources, checkpoint)
 
-    def sources(self, client: Client, lease: Lease, tokens: bytes) -> list[attach.Source]:
+    def _sources(self, client: Client, lease: Lease, tokens: bytes) -> list[attach.Source]:
         """Where the rows of a lease lie, and what their records have to say of them."""
         spans = lease.spans
         places = itertools.accumulate((span.rows for span in spans), initial=0)

@@ -14,8 +14,9 @@ from engine.attach import Attachment, Source
 from engine.kv.codec import CodecPlan
 from engine.kv.encoding import PartShape
 from engine.kv.history import Rows
-from engine.kv.kinds import PlainKV, RowKind
-from engine.kv.layout import CacheLayout, LayerGroup
+from engine.kv.kinds import PlainKV, RowKind, Snapshot
+from engine.kv.layout import CacheLayout, LayerGroup, StateGroup
+from engine.kv.states import ArrayShape, Recurrent
 from engine.pack import PackedRows
 
 # Whose rows the records here are.
@@ -36,6 +37,18 @@ def layout(*groups: tuple[int, int, int], heads: int = 2, dtype: str = "float32"
         made.append(LayerGroup(PlainKV(keys, values), tuple(range(first, first + layers))))
         first += layers
     return CacheLayout(tuple(made))
+
+
+def hybrid(
+    layers: int, every: int, state: Sequence[ArrayShape], heads: int, width: int, dtype: str
+) -> CacheLayout:
+    """Recurrent layers, but for each `every`-th, which has keys and values."""
+    keys, values = (PartShape(name, heads, width, dtype) for name in ("keys", "values"))
+    attending = tuple(range(every - 1, layers, every))
+    recurrent = tuple(n for n in range(layers) if n not in attending)
+    rows: LayerGroup[RowKind] = LayerGroup(PlainKV(keys, values), attending)
+    states: StateGroup = LayerGroup(Recurrent(tuple(state)), recurrent)
+    return CacheLayout((rows,), (states,))
 
 
 def random_layers(of: CacheLayout, rows: int, seed: int = 0) -> list[Layer]:
@@ -62,6 +75,32 @@ def sliced(layers: Sequence[Layer], start: int, stop: int) -> list[Layer]:
 def held(layers: Sequence[Layer]) -> list[Rows]:
     """As live caches in full precision hold them."""
     return [((keys,), (values,)) for keys, values in layers]
+
+
+def random_rows(of: CacheLayout, rows: int) -> list[Rows]:
+    """By leaf, as live caches in full precision hold them, and nothing of those that are state;
+    evaluated."""
+    leaves = [leaf for group in of.groups for leaf in group.layers]
+    taken: list[Rows] = [()] * of.layers
+    for leaf, layer in zip(leaves, held(random_layers(of, rows)), strict=True):
+        taken[leaf] = layer
+    return taken
+
+
+def random_snapshot(of: CacheLayout, position: int) -> Snapshot:
+    """By leaf, nothing of those that are rows; evaluated."""
+    taken: list[Rows] = [()] * of.layers
+    for group in of.states:
+        rows = group.kind.rows_at(position)
+        for leaf in group.layers:
+            shapes = [(1, part.heads, rows, part.width) for part in group.parts]
+            parts = zip(shapes, group.parts, strict=True)
+            taken[leaf] = tuple(
+                (mx.random.normal(shape, key=mx.random.key(leaf)).astype(part.mlx_dtype),)
+                for shape, part in parts
+            )
+    mx.eval(taken)
+    return Snapshot(position, tuple(taken))
 
 
 def packed(codec: CodecPlan, layers: Sequence[Layer], first_token: int = 0) -> PackedRows:

@@ -76,6 +76,9 @@ def test_a_store_under_load_moves_records(tmp_path: Path) -> None:
 def test_attach_and_store_are_measured_beside_memcpy(tmp_path: Path) -> None:
     rows = rows_of("bandwidth", tmp_path / "found.json")
     assert all(row["memcpy_seconds"] > 0 for row in rows)
+    # A hybrid with its checkpoint, beside rows alone.
+    copied = {row["layout"] for row in rows if "copy state" in row["phase_seconds"]}
+    assert (copied, {row["layout"] for row in rows}) == ({"tiny-hybrid"}, {"tiny", "tiny-hybrid"})
 
 
 def test_attention_over_packed_rows_is_measured_and_right(tmp_path: Path) -> None:
