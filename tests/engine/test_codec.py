@@ -1,6 +1,7 @@
 import json
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from cachestore.record import ArraySpec, RecordError
@@ -191,6 +192,19 @@ def test_decoding_is_what_mlx_dequantizes(width: int, dtype: str, codec: str, bi
     # About a step of each group's range; in 16 bits scale, bias and result are rounded too.
     steps = mx.repeat(mx.abs(scales), encoding.group_size, axis=-1)
     assert (mx.abs(decoded - rows) <= 1.1 * steps + 0.1).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rotated_rows_of_float16_stay_finite(bits: int) -> None:
+    encoding = Affine(bits, 64, Rotation(SEED))
+    # All in one channel, in all of them, and all in one channel once they are rotated.
+    rotated = np.array(Rotation(SEED).undo(8 * mx.eye(64)[:1]))[0]
+    one, all_of_them = np.eye(64)[3], np.random.default_rng(0).choice([-1, 1], 64)
+    rows = mx.array(6e4 * np.stack([one, all_of_them, rotated])).astype(mx.float16)
+    back = encoding.decode(encoding.encode(rows))
+    assert mx.isfinite(back).all()
+    # What is not too large when it is rotated comes back.
+    assert mx.abs(back - rows)[0].max() < 6e4 / 2**bits
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6])

@@ -7,12 +7,14 @@ part of a stored record; where both are the same, rows travel between them as th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import mlx.core as mx
 
 from cachestore import record
 from engine.kv.rotation import Rotation
+
+_FLOAT16_HALF_MAX: Final = 32752.0
 
 
 class Encoding(Protocol):
@@ -105,6 +107,9 @@ class Affine:
     def encode(self, rows: mx.array) -> tuple[mx.array, ...]:
         if self.rotation is not None:
             rows = self.rotation.apply(rows)
+            if rows.dtype == mx.float16:
+                # A code times its scale is as much as the range of a group, and must be finite.
+                rows = mx.clip(rows, -_FLOAT16_HALF_MAX, _FLOAT16_HALF_MAX)
         return tuple(mx.quantize(rows, group_size=self.group_size, bits=self.bits))
 
     def decode(self, arrays: Sequence[mx.array]) -> mx.array:

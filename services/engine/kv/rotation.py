@@ -15,6 +15,8 @@ import mlx.core as mx
 _BASES: Final = (1, 12, 20, 28)
 _WIDTH_MAX: Final = 8192
 
+_FLOAT16_MAX: Final = 65504.0
+
 # Of every rotation of rows that are stored; records name theirs.
 SEED: Final = 1
 
@@ -38,12 +40,19 @@ class Rotation:
         Each row by itself, to the last bit: what follows is a quantizer, which makes much of it.
         """
         signs = _signs(rows.shape[-1], self.seed)
-        return mx.hadamard_transform(rows.astype(mx.float32) * signs).astype(rows.dtype)
+        return narrowed(mx.hadamard_transform(rows.astype(mx.float32) * signs), rows.dtype)
 
     def undo(self, rows: mx.array) -> mx.array:
         """What `apply` was given, but for rounding."""
         matrix = _matrix(rows.shape[-1], self.seed)
-        return (rows.astype(mx.float32) @ matrix.T).astype(rows.dtype)
+        return narrowed(rows.astype(mx.float32) @ matrix.T, rows.dtype)
+
+
+def narrowed(rows: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Rows of float32 in another dtype; what float16 cannot hold becomes its largest number."""
+    if dtype == mx.float16:
+        rows = mx.clip(rows, -_FLOAT16_MAX, _FLOAT16_MAX)
+    return rows.astype(dtype)
 
 
 @functools.cache

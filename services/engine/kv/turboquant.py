@@ -18,14 +18,13 @@ from mlx_lm.models.cache import _BaseCache, create_attention_mask
 from cachestore import record
 from engine.kv.codebook import boundaries_between, levels
 from engine.kv.encoding import PartShape
-from engine.kv.rotation import SEED, Rotation
+from engine.kv.rotation import SEED, Rotation, narrowed
 
 TURBO_BITS: Final = (1, 2, 3, 4)
 
 # Codes are packed in groups of this many, which take `bits` bytes.
 _GROUP: Final = 8
 _BFLOAT16_MAX: Final = 3.3895e38
-_FLOAT16_MAX: Final = 65504.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +83,7 @@ class TurboQuant:
         found = mx.take_along_axis(_pair_table(width, self.bits), pairs.reshape(1, -1), axis=1)
         directions = found.view(mx.float32).reshape(*codes.shape[:-1], width)
         rows = Rotation(self.seed).undo(directions * norms.astype(mx.float32))
-        if self.dtype == "float16":
-            rows = mx.clip(rows, -_FLOAT16_MAX, _FLOAT16_MAX)
-        return rows.astype(getattr(mx, self.dtype))
+        return narrowed(rows, getattr(mx, self.dtype))
 
     def _nearest(self, directions: mx.array) -> mx.array:
         """The code of the level nearest to each coordinate: its sign, above the magnitude's."""
