@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import CacheList
+from mlx_lm.models.cache import CacheList, ChunkedKVCache, ConcatenateKVCache, _BaseCache
 
 from engine.config import EngineConfig, parse_listen
 from engine.flags import ConfigError
@@ -134,7 +134,7 @@ def test_layers_in_a_list_are_quantized_and_not_bounded() -> None:
     model = animal("falcon_h1")
     caches = live.choose(model, KvConfig((8, 8), 32), rotate=False)
     assert caches.notes() == [
-        "2 x ArraysCache: as mlx-lm has it (not rows of tokens)",
+        "2 x ArraysCache: as mlx-lm has it (recurrent state, not rows of tokens)",
         "2 x KVCache: keys 8 bits, values 8 bits, groups of 32",
     ]
     assert [type(cache) for cache in caches.fresh()] == [CacheList, CacheList]
@@ -155,9 +155,29 @@ def test_layers_without_rows_stay_as_they_are() -> None:
     caches = choose(qwen3_next_config(), KvConfig((8, 8)))
     assert kinds(caches) == {"RecurrentCache": 3, QuantizedKVCache.__name__: 1}
     assert caches.notes() == [
-        "3 x ArraysCache: as mlx-lm has it (not rows of tokens)",
+        "3 x ArraysCache: as mlx-lm has it (recurrent state, not rows of tokens)",
         "1 x KVCache: keys 8 bits, values 8 bits, groups of 64",
     ]
+
+
+@pytest.mark.parametrize(
+    ("cache", "why"),
+    [
+        (ChunkedKVCache(16), "rows that leave by chunks; only plain ones and windows can be"),
+        (ConcatenateKVCache(), "rows that run in no batch; only plain ones and windows can be"),
+        (_BaseCache(), "unknown here"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_other_kinds_say_why_they_stay(cache: Any, why: str) -> None:
+    class Model:
+        layers = (None,)
+
+        def make_cache(self) -> list[Any]:
+            return [cache]
+
+    (note,) = LiveCaches(Model()).notes()
+    assert note.startswith(f"1 x {type(cache).__name__}: as mlx-lm has it ({why}")
 
 
 class Bypassing:

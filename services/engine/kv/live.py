@@ -11,12 +11,14 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
     KVCache,
     RotatingKVCache,
     make_prompt_cache,
@@ -41,6 +43,13 @@ from engine.kv.routing import counted
 from engine.kvconfig import GROUP_SIZE_DEFAULT, WINDOW_KEEP, KvConfig
 
 log = logging.getLogger(__name__)
+
+_NEITHER: Final = "only plain ones and windows can be quantized or bounded"
+_THEIRS: Final[Mapping[type, str]] = {
+    ArraysCache: "recurrent state, not rows of tokens",
+    ChunkedKVCache: f"rows that leave by chunks; {_NEITHER}",
+    ConcatenateKVCache: f"rows that run in no batch; {_NEITHER}",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +106,7 @@ class LiveCaches:
 
     def _note(self, layer: int, made: Any) -> str:
         if not isinstance(made, JoiningKVCache | History):
-            return f"as mlx-lm has it{self._because(layer, 'not rows of tokens')}"
+            return f"as mlx-lm has it{self._because(layer, _why_theirs(made))}"
         bounded = ""
         if isinstance(made, WindowKVCache):
             bounded = f", the first {made.keep} and latest rows of {made.max_size}"
@@ -111,6 +120,11 @@ class LiveCaches:
     def _because(self, layer: int, otherwise: str = "") -> str:
         reason = self.reasons.get(layer, otherwise)
         return f" ({reason})" if reason else ""
+
+
+def _why_theirs(cache: Any) -> str:
+    """Of a layer that has no cache of ours."""
+    return next((why for kind, why in _THEIRS.items() if isinstance(cache, kind)), "unknown here")
 
 
 def describe(precision: Precision) -> str:
