@@ -6,9 +6,12 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import pytest
 
+from engine.kv import attention, routing, start
 from engine.kv.attention import STRATEGIES, Call, DequantizeLayer, PackedHistory, Strategy
 from engine.kv.attention_check import AttentionCheckFailed, Geometry, check, first_right
 from engine.kv.encoding import Affine
+from engine.kvconfig import KvConfig
+from tests.support.models import tiny_llama
 
 GEOMETRIES = {
     "default": Geometry(),
@@ -176,3 +179,23 @@ def test_without_a_right_strategy_the_first_failure_is_raised() -> None:
     strategies = [Planted(wrong_in_whole_tiles), Planted(without_mask, name="other")]
     with pytest.raises(AttentionCheckFailed, match="by planted, whole tiles, one query"):
         first_right(strategies, [Geometry()])
+
+
+def test_at_start_a_wrong_default_gives_way(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attention, "DEFAULTS", {"cpu": Planted(wrong_in_whole_tiles)})
+    with routing.installed(DequantizeLayer()):
+        caches = start.live_caches(tiny_llama(), KvConfig((8, 8)), rotate=False, device="cpu")
+        assert len(caches.precisions) == 2
+        assert routing._state.strategy is next(iter(STRATEGIES.values()))
+    assert "by planted, whole tiles, one query: differs by 1" in caplog.text
+
+
+def test_at_start_without_a_right_strategy_nothing_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "DEFAULTS", {"cpu": Planted(without_mask)})
+    monkeypatch.setattr(attention, "STRATEGIES", {})
+    with routing.installed(DequantizeLayer()), pytest.raises(AttentionCheckFailed, match="planted"):
+        start.live_caches(tiny_llama(), KvConfig((8, 8)), rotate=False, device="cpu")
