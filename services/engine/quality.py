@@ -105,7 +105,6 @@ def run(flags: argparse.Namespace) -> int:
     backend.load()
     # Only now: MLX must not be imported before its BLAS is there.
     from engine import scoring  # noqa: PLC0415
-    from engine.kv.codec import plan_codec  # noqa: PLC0415
     from engine.kv.kinds import NotCacheable  # noqa: PLC0415
     from engine.kv.layout import probe  # noqa: PLC0415
     from engine.kv.live import LiveCaches  # noqa: PLC0415
@@ -116,9 +115,8 @@ def run(flags: argparse.Namespace) -> int:
     backend.apply_memory_limits(backend.memory_limits(device))
     try:
         loaded = load(ModelSpec(flags.model), device)
-        layout = probe(LiveCaches(loaded.model))
-        if layout.checkpointed or any(layout.lists):
-            raise NotCacheable(f"not all layers are plain: {', '.join(layout.notes())}")
+        live = LiveCaches(loaded.model)
+        layout = probe(live)
     except ModelError as error:
         raise ConfigError(str(error)) from None
     except NotCacheable as error:
@@ -127,9 +125,8 @@ def run(flags: argparse.Namespace) -> int:
     policies += _live_policies(flags, loaded, device.name)
     windows = _windows(flags, loaded, text)
     step = PREFILL_STEPS[device.name].idle
-    full = plan_codec("none", layout)
     with report.progress("scoring", len(windows)) as advance:
-        scores = scoring.score(loaded.model, windows, policies, full, step, advance)
+        scores = scoring.score(live, layout, windows, policies, step, advance)
     report.publish(flags, _title(flags.model, scores[0]), COLUMNS, scores, draw)
     return 0
 

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
 
-from engine.kv.codec import CodecPlan, CodecPolicy, plan_codec
+from engine.kv import kinds
+from engine.kv.codec import CodecPolicy, plan_codec
+from engine.kv.history import Rows, sliced
+from engine.kv.kinds import Snapshot
 from engine.kv.layout import CacheLayout
 from engine.kv.live import LiveCaches
-from engine.shelf import Shelf, row_bytes
+from engine.shelf import Shelf, always, row_bytes, state_bytes
 
 FULL: Final = "full"
 
@@ -36,11 +38,13 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A computed prefix: of each layer keys and values, (1, heads, rows, width), evaluated. They
-    are the model's own and must not be written to."""
+    """A computed prefix, in full precision and evaluated: the rows of each leaf (see kinds.rows),
+    and the state of those that are not rows. They are the model's own and must not be written
+    to."""
 
     tokens: tuple[int, ...]
-    layers: tuple[tuple[mx.array, mx.array], ...]
+    rows: tuple[Rows, ...]
+    state: Snapshot
 
 
 class Policy(Protocol):
@@ -50,7 +54,7 @@ class Policy(Protocol):
     def name(self) -> str: ...
 
     def bytes_per_token(self, rows: int) -> float:
-        """Of all layers, the mean of a prefix of so many rows."""
+        """Of all layers, the mean of a prefix of so many tokens, state included."""
 
     def caches(self, prefix: Prefix) -> list[Any]:
         """A new cache for each layer, which holds the prefix; the model appends to them."""
@@ -64,14 +68,14 @@ class StorePolicy:
     codec: CodecPolicy
 
     def bytes_per_token(self, rows: int) -> float:
-        runs = self.codec.runs(rows, range(rows))
-        return sum(len(run) * row_bytes(codec) for codec, run in runs) / rows
+        return _bytes_per_token(self.codec, rows)
 
     def caches(self, prefix: Prefix) -> list[Any]:
         shelf = Shelf(self.codec, len(prefix.tokens))
         for span in shelf.spans:
-            rows = slice(span.start, span.stop)
-            shelf.put([((k[:, :, rows],), (v[:, :, rows],)) for k, v in prefix.layers])
+            shelf.put([sliced(leaf, slice(span.start, span.stop)) for leaf in prefix.rows])
+        if self.codec.codec.layout.checkpointed:
+            shelf.put_state(prefix.state)
         return shelf.caches()
 
 
@@ -87,7 +91,7 @@ class LivePolicy:
 
     def bytes_per_token(self, rows: int) -> float:
         # The store keeps these rows as they are.
-        return row_bytes(plan_codec("none", self.layout))
+        return _bytes_per_token(always(plan_codec("none", self.layout)), rows)
 
     def caches(self, prefix: Prefix) -> list[Any]:
         caches = self.live.fresh()
@@ -141,29 +145,32 @@ def cut(
 
 
 def score(
-    model: Any,
+    live: LiveCaches,
+    layout: CacheLayout,
     windows: Sequence[Window],
     policies: Sequence[Policy],
-    full: CodecPlan,
     step: int,
     advance: Callable[[], None] = lambda: None,
 ) -> list[Score]:
     """Full precision first, then each policy; on the MLX thread.
 
-    `full` is the lossless plan, `step` the prompt tokens of one forward.
+    `live` are the model's caches in full precision, and `layout` theirs; `step` are the prompt
+    tokens of one forward.
     """
     tallies = [_Tally() for _ in range(1 + len(policies))]
     for window in windows:
-        prefix, caches = _prefill(model, window.prefix, step)
-        reference = _logprobs(model, caches, window.rest)
+        prefix, caches = _prefill(live, layout, window.prefix, step)
+        reference = _logprobs(live.model, caches, window.rest)
         del caches
         tallies[0].add(reference, reference, window)
         for policy, tally in zip(policies, tallies[1:], strict=True):
-            tally.add(reference, _logprobs(model, policy.caches(prefix), window.rest), window)
+            found = _logprobs(live.model, policy.caches(prefix), window.rest)
+            tally.add(reference, found, window)
         advance()
-    full_bytes, rows = row_bytes(full), len(windows[0].prefix)
-    names = [(FULL, float(full_bytes)), *((p.name, p.bytes_per_token(rows)) for p in policies)]
-    dtype = full.layout.groups[0].parts[0].dtype
+    rows = len(windows[0].prefix)
+    full_bytes = _bytes_per_token(always(plan_codec("none", layout)), rows)
+    names = [(FULL, full_bytes), *((p.name, p.bytes_per_token(rows)) for p in policies)]
+    dtype = layout.all[0].parts[0].dtype
     return [
         Score(
             policy=name,
@@ -180,6 +187,14 @@ def score(
         )
         for (name, bytes_per_token), tally in zip(names, tallies, strict=True)
     ]
+
+
+def _bytes_per_token(policy: CodecPolicy, rows: int) -> float:
+    """Of all layers, the mean of a prefix of so many tokens."""
+    runs = policy.runs(rows, range(rows))
+    return (
+        sum(len(run) * row_bytes(codec) for codec, run in runs) + state_bytes(policy, rows)
+    ) / rows
 
 
 class _Tally:
@@ -215,20 +230,22 @@ class _Tally:
         return statistics.stdev(self.divergences) * math.sqrt(count) / self.tokens
 
 
-def _prefill(model: Any, tokens: tuple[int, ...], step: int) -> tuple[Prefix, list[Any]]:
+def _prefill(
+    live: LiveCaches, layout: CacheLayout, tokens: tuple[int, ...], step: int
+) -> tuple[Prefix, list[Any]]:
     """The prefix, and the caches that computed it."""
-    caches = make_prompt_cache(model)
-    _feed(model, caches, tokens, step)
-    rows = len(tokens)
-    layers = tuple((cache.keys[:, :, :rows], cache.values[:, :, :rows]) for cache in caches)
-    mx.eval(layers)
-    return Prefix(tokens, layers), caches
+    caches = live.fresh()
+    _feed(live.model, caches, tokens, step)
+    rows = tuple(kinds.rows(layout, caches, 0, 0, len(tokens)))
+    state = kinds.snapshot(layout, caches, 0)
+    mx.eval(rows, state.leaves)
+    return Prefix(tokens, rows, state), caches
 
 
 def _feed(model: Any, caches: list[Any], tokens: tuple[int, ...], step: int) -> None:
     for first in range(0, len(tokens), step):
         model(mx.array([tokens[first : first + step]]), cache=caches)
-        mx.eval([cache.state for cache in caches])
+        mx.eval([leaf.state for leaf in kinds.leaves(caches)])
 
 
 def _logprobs(model: Any, caches: list[Any], rest: tuple[int, ...]) -> mx.array:

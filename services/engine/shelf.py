@@ -14,6 +14,7 @@ from engine import attach, pack
 from engine.attach import Attachment, Source
 from engine.kv.codec import CodecPlan, CodecPolicy, plan_codec
 from engine.kv.history import Rows
+from engine.kv.kinds import Snapshot
 
 # As many as a record of the daemon has, and as many as the engine packs at once.
 RECORD_ROWS: Final = 256
@@ -21,8 +22,8 @@ _PAGE_BYTES: Final = 4096
 
 
 class Shelf:
-    """Room for `rows` rows: `put` once for each of `spans`, in order; then `attachment` or
-    `caches`, any number of times. On the MLX thread."""
+    """Room for `rows` rows: `put` once for each of `spans`, in order, and `put_state` where layers
+    are not rows; then `attachment` or `caches`, any number of times. On the MLX thread."""
 
     def __init__(self, policy: CodecPolicy, rows: int) -> None:
         runs = [
@@ -34,7 +35,9 @@ class Shelf:
         self._policy = policy
         self._codecs = [codec for codec, _ in runs]
         # Whose rows they are is not asked here.
-        self._paths = record.paths(b"", bytes(rows * record.TOKEN_BYTES), self.spans)
+        tokens, self._position = bytes(rows * record.TOKEN_BYTES), rows
+        self._paths = record.paths(b"", tokens, [*self.spans, range(rows - 1, rows)])
+        self._checkpoint: Source | None = None
         self._extents = [_touched(record.plan(codec.schema, len(span))) for codec, span in runs]
         self._sources: list[Source] = []
 
@@ -46,17 +49,24 @@ class Shelf:
         written = pack.write([packed], span.start, len(span), path, extent)
         self._sources.append(Source(extent[:written], 0, len(span), path))
 
+    def put_state(self, snapshot: Snapshot) -> None:
+        """Packs and writes what layers without rows hold behind all rows."""
+        packed = pack.pack_checkpoint(self._policy, snapshot, self._position)
+        extent = memoryview(bytearray(packed.nbytes))
+        pack.write_checkpoint(packed, self._paths[-1], extent)
+        self._checkpoint = Source(extent, 0, 1, self._paths[-1])
+
     @property
     def record_bytes(self) -> int:
         """All that is held: rows, their tokens, headers."""
         return sum(len(source.view) for source in self._sources)
 
     def attachment(self) -> Attachment:
-        """All rows that were put."""
-        return attach.plan(self._policy, self._sources)
+        """All that was put."""
+        return attach.plan(self._policy, self._sources, self._checkpoint)
 
     def caches(self) -> list[Any]:
-        """One cache for each layer, of all rows that were put."""
+        """One cache for each layer, of all that was put."""
         attachment = self.attachment()
         for block in attachment.blocks:
             block.allocate()
@@ -73,6 +83,11 @@ def always(codec: CodecPlan, keep_first: int = 0) -> CodecPolicy:
 def row_bytes(codec: CodecPlan) -> int:
     """Bytes of one row of all layers, its token aside."""
     return codec.row_bytes - record.TOKEN_BYTES
+
+
+def state_bytes(policy: CodecPolicy, position: int) -> int:
+    """Bytes of what layers without rows hold at a position."""
+    return policy.checkpoint(position).schema.row_bytes - record.TOKEN_BYTES
 
 
 def _touched(layout: record.Record) -> memoryview:

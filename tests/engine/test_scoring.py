@@ -16,7 +16,8 @@ from engine.kv.names import plan_named
 from engine.scoring import FULL, Policy, Prefix, Score, StorePolicy, Window, cut, score
 from engine.shelf import always
 from tests.support.caches import sliced
-from tests.support.models import tiny_llama
+from tests.support.models import gemma3_config, qwen3_next_config, tiny_llama, tiny_model
+from tests.support.zoo import animal
 
 PREFIX, SCORED, COUNT = 280, 12, 3  # more than a record of rows
 BITS = {"q8": 8, "q4": 4}
@@ -49,9 +50,9 @@ class Live:
         return 1.0
 
     def caches(self, prefix: Prefix) -> list[Any]:
-        made: list[Any] = [QuantizedKVCache(64, self.bits) for _ in prefix.layers]
-        for cache, layer in zip(made, prefix.layers, strict=True):
-            cache.update_and_fetch(*layer)
+        made: list[Any] = [QuantizedKVCache(64, self.bits) for _ in prefix.rows]
+        for cache, ((keys,), (values,)) in zip(made, prefix.rows, strict=True):
+            cache.update_and_fetch(keys, values)
         return made
 
 
@@ -62,7 +63,7 @@ def stored(of: CacheLayout, *names: str) -> list[Policy]:
 def scores(
     model: Any, of: CacheLayout, windows: list[Window], policies: Sequence[Policy]
 ) -> dict[str, Score]:
-    found = score(model, windows, policies, plan_named("none", of, "--codec"), step=64)
+    found = score(LiveCaches(model), of, windows, policies, step=64)
     return {row.policy: row for row in found}
 
 
@@ -147,6 +148,32 @@ def test_first_tokens_that_are_kept_are_lossless(
     full, turbo = found[FULL].bytes_per_token, found["turbo1"].bytes_per_token
     expected = (4 * full + (PREFIX - 4) * turbo) / PREFIX
     assert found["4 kept"].bytes_per_token == pytest.approx(expected)
+
+
+HYBRIDS = {
+    # Two of the widths of a head for 3 windows of 16 rows, and the same for all rows of the other.
+    "windows": (gemma3_config(), 2 * 64 * 4 * (3 * 16 / PREFIX + 1)),
+    # Three recurrent layers: a convolution's 3 inputs, and 32 x 32 for each of 4 heads.
+    "recurrent": (qwen3_next_config(), None),
+    "in a list": (None, None),
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_layers_that_are_no_rows_are_scored_too(windows: list[Window], name: str) -> None:
+    config, expected = HYBRIDS[name]
+    model = animal("falcon_h1") if config is None else tiny_model(config)
+    layout = probe(LiveCaches(model))
+    assert layout.checkpointed
+    found = scores(model, layout, windows, stored(layout, "none", "q8"))
+    full, none, q8 = (found[policy] for policy in (FULL, "none", "q8"))
+    assert none.mean_kl == pytest.approx(0, abs=1e-6)
+    assert none.flip_rate == 0
+    assert none.bytes_per_token == full.bytes_per_token
+    if expected is not None:
+        assert full.bytes_per_token == pytest.approx(expected)
+    assert q8.mean_kl > 0
+    assert q8.ratio > 1
 
 
 @pytest.mark.parametrize(("tokens", "count"), [(400, 3), (293, 1), (305, 2), (304, 1), (2000, 24)])

@@ -11,6 +11,7 @@ import pytest
 from engine import cli
 from engine.kv.names import known
 from tests.support.models import mamba2_config, save_tiny_model
+from tests.support.zoo import ZOO
 
 BENCH = ("bench-kv", "--layers", "1", "--heads", "1", "--seq-len", "20")
 PNG = b"\x89PNG"
@@ -201,9 +202,20 @@ def test_quality_has_a_text_of_its_own(tmp_path: Path, model: Path) -> None:
     assert {"full", "none", "q8", "q4", "q4r"} <= {row["policy"] for row in rows}
 
 
+def test_quality_of_a_model_without_rows_is_that_of_its_state(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    model = save_tiny_model(tmp_path / "model", mamba2_config())
+    sizes = ("--prefix", "40", "--scored", "8", "--windows", "2")
+    assert run("quality", "--model", model, *sizes, "--json", path) == 0
+    full, none = rows_of(path)
+    assert (full["policy"], none["policy"]) == ("full", "none")
+    assert none["bytes_per_token"] == full["bytes_per_token"] > 0
+    assert none["mean_kl"] == pytest.approx(0, abs=1e-6)
+
+
 def test_a_model_that_cannot_be_stored_is_an_error(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    model = save_tiny_model(tmp_path / "model", mamba2_config())
+    model = save_tiny_model(tmp_path / "model", ZOO["deepseek_v41"]())
     assert run("quality", "--model", model) == 2
-    assert "cannot be measured" in capsys.readouterr().err
+    assert "cannot be measured: kinds of layers that are not cached" in capsys.readouterr().err
