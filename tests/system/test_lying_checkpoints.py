@@ -97,7 +97,9 @@ def test_the_checkpoint_of_other_tokens(
     assert_miss("Lookup", altered(checkpoint_of(wrong)))
 
 
-def test_the_checkpoint_of_another_namespace(stage: Deceived, assert_miss: Callable[..., None]) -> None:
+def test_the_checkpoint_of_another_namespace(
+    stage: Deceived, assert_miss: Callable[..., None]
+) -> None:
     wrong = stage.lookup(stage.other_namespace, PROMPT)
     assert wrong.checkpoint.position == POSITION
     assert_miss("Lookup", altered(checkpoint_of(wrong)))
