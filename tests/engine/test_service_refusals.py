@@ -9,9 +9,10 @@ import grpc
 import pytest
 
 from engine import config
+from engine.account import Accounts
 from engine.config import Listen
 from engine.core import Core
-from engine.prefix import PrefixStatus
+from engine.prefix import Prefix
 from engine.request import ModelLimits
 from engine.service import EngineService, ServedModel
 from engine.tokenizer import PromptEncoder
@@ -155,10 +156,6 @@ def test_more_requests_than_the_queue_holds_are_refused(served: Served) -> None:
 # --- when the worker is over ---------------------------------------------------------------
 
 
-def status() -> PrefixStatus:
-    return PrefixStatus("", "", b"", False, 0, 0)
-
-
 def test_when_the_worker_is_over_every_call_says_so(directory: Path) -> None:
     def load() -> Core:
         raise RuntimeError("the device is lost")
@@ -172,13 +169,14 @@ def test_when_the_worker_is_over_every_call_says_so(directory: Path) -> None:
     listen = Listen(directory / "engine.sock", None)
 
     async def run() -> tuple[list[grpc.Call], list[grpc.Call]]:
-        service = EngineService(model, worker, status)
+        service = EngineService(worker, Accounts(prompts=False))
+        service.open(model, Prefix(worker.post))
         server = grpc.aio.server()
         engine_pb2_grpc.add_EngineServicer_to_server(service, server)
         server.add_insecure_port(listen.target)
         await server.start()
         over = await asyncio.to_thread(refusals, listen)
-        await service.drain(1.0)
+        await service.drain()
         drained = await asyncio.to_thread(refusals, listen)
         await server.stop(0)
         service.close()

@@ -214,14 +214,13 @@ class EngineDaemon(EngineProcess):
 
 
 def is_serving(listen: Listen) -> bool:
-    """What health says at this address, of the server and of its service."""
+    """Whether health says so at this address, of the server and of its service."""
     answers = set()
     with grpc.insecure_channel(listen.target) as channel:
         for name in ("", "engine.v1.Engine"):
             request = health_pb2.HealthCheckRequest(service=name)
             answers.add(health_pb2_grpc.HealthStub(channel).Check(request, timeout=10).status)
-    (answer,) = answers
-    return bool(answer == health_pb2.HealthCheckResponse.SERVING)
+    return answers == {health_pb2.HealthCheckResponse.SERVING}
 
 
 def ids(tokens: Sequence[int]) -> pb.Prompt:

@@ -88,18 +88,18 @@ def test_a_signal_ends_a_download_and_its_pip(directory: Path, number: int) -> N
 def loading(directory: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """An engine that has begun to load a model, and never ends that."""
     model = save_tiny_model(directory / "model")
-    weights = model / "model.safetensors"
-    weights.unlink()
-    os.mkfifo(weights)  # whoever opens it waits until somebody writes
+    # Whoever reads it waits until somebody writes.
+    endless = model / "generation_config.json"
+    os.mkfifo(endless)
 
     def opened() -> int:
         try:
-            return os.open(weights, os.O_WRONLY | os.O_NONBLOCK)
+            return os.open(endless, os.O_WRONLY | os.O_NONBLOCK)
         except OSError:
             return 0
 
     with serving(directory, "--model", str(model)) as process:
-        writer = until(opened, "the weights to be opened", seconds=60)
+        writer = until(opened, "the load", seconds=60)
         try:
             yield process
         finally:
