@@ -169,9 +169,13 @@ def parser_of(
 
 def assert_known(parser: argparse.ArgumentParser, words: Sequence[str], text: str) -> None:
     """The words are subcommands and flags of `parser`, as far as they look like either."""
-    for word in words:
+    rest = iter(words)
+    for word in rest:
         if word.startswith("--"):
-            assert word.partition("=")[0] in parser._option_string_actions, f"{text}: {word}"
+            flag, has_value, _ = word.partition("=")
+            assert flag in parser._option_string_actions, f"{text}: {word}"
+            if not has_value and parser._option_string_actions[flag].nargs != 0:
+                next(rest, None)
             continue
         nested = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
         for choices in nested:
