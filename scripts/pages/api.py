@@ -23,10 +23,12 @@ PROTOS = Path(__file__).resolve().parents[2] / "proto"
 _ENGINE = """\
 # API of the engine
 
-What clients speak to: the gRPC service `engine.v1.Engine`, with `grpc.health.v1.Health` beside \
-it. The engine listens on a Unix socket, or on a TCP port of the loopback interface \
-(`engine serve --listen`). gRPC names a socket `unix:/absolute/path`. There is no TLS and no \
-authentication: who may open the socket may ask.
+What clients speak to: the gRPC service `engine.v1.Engine`. The engine listens on a Unix socket, \
+or on a TCP port of the loopback interface (`engine serve --listen`). gRPC names a socket \
+`unix:/absolute/path`. There is no TLS and no authentication: who may open the socket may ask.
+
+Beside it is `grpc.health.v1.Health`: SERVING while the engine takes requests, NOT_SERVING while \
+it loads its model, stalls or stops. With `engine serve --reflection` tools can ask what is served.
 
 [`examples/`](../examples/README.md) has a client in Python and one in Node. They need \
 [`engine.proto`](../proto/engine/v1/engine.proto) alone, as would one in any language that gRPC \

@@ -9,7 +9,8 @@ The generation engine. A call that fails ends with one of these statuses, never 
 - NOT_FOUND: `model` names another model than the one that is served.
 - RESOURCE_EXHAUSTED: 256 requests run or wait already; send it again later. Or the message is
   larger than 16 MiB.
-- UNAVAILABLE: no engine is there, or it is stopping. It may be sent again.
+- UNAVAILABLE: no engine is there, or it is still loading its model, or stopping. It may be sent
+  again.
 - CANCELLED: the client cancelled; gRPC itself also answers it to calls that arrive as the server
   closes. These may be sent again.
 - DEADLINE_EXCEEDED: the call's own deadline has passed. What had come until then is right.
