@@ -31,7 +31,8 @@ CONFIGS = {"llama": llama_config(), "qwen3_next": qwen3_next_config()}
 STEPS = (
     Death("before", "cachestore.store:Store.lookup", call=2),
     Death("after", "cachestore.store:Store.lookup", call=2),
-    Death("before", "cachestore.store:Store.renew"),
+    # Of a lease: a session that has none asks now and then, too, which slabs it can give back.
+    Death("before", "cachestore.lease:Claims.renew"),
     Death("before", "cachestore.store:Store.reserve", call=3),
     Death("after", "cachestore.store:Store.reserve", call=3),
     Death("before", "cachestore.store:Store.commit", call=2),
