@@ -32,8 +32,8 @@ class StoreConfig:
 
     budget_bytes: int
     # Of one sequence of a conversation, again of its other branches, and of what it shares with
-    # others before it begins. A turn adds up to three: at the last message, before the last token
-    # of the prompt, after the reply.
+    # others before it begins. A turn adds one, or two: before the last token of the prompt, and
+    # after a reply that is not short.
     checkpoints_max: int = CHECKPOINTS_MAX
     record_tokens: int = 256
     lease_seconds: float = 30.0

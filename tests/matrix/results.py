@@ -29,7 +29,7 @@ and codec, which CI runs too. The last column says how many cells of an architec
 replies together; `one-row`, one request at a time. Found by the check at load, because mlx-lm \
 gives wrong results otherwise.
 - **Layers**: *rows* are reused up to the last token that matches, *checkpoints* where one was \
-taken: at the ends of messages, one token before the end of the prompt, at the end of the reply, \
+taken: where chats part, one token before the end of the prompt, at the end of the reply, \
 and every `--checkpoint-stride` tokens.
 - **Reused**, of a request that was stored (*exact*), goes on from what was stored (*prefix*), \
 ends inside it (*supersequence*) or parts from it (*lcp*): *all* that matches, or what lies before \
