@@ -17,6 +17,7 @@ from rich.progress import Progress
 
 from cachestore import listing
 from cachestore.client import Client, StoreRefused, StoreUnavailable
+from cachestore.deploy import command as service
 from cachestore.endpoint import EndpointError
 from cachestore.flags import Parser, add_version, cachestore_socket, seconds
 from cachestore.record import RecordError
@@ -203,7 +204,10 @@ def _print_json(found: object) -> None:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="cachestore-admin", description="Looks into a running cachestore.")
+    parser = Parser(
+        prog="cachestore-admin",
+        description="Runs the daemons as services, and looks into a running cachestore.",
+    )
     add_version(parser)
     parser.add_argument(
         "--socket",
@@ -226,6 +230,7 @@ def _parser() -> Parser:
     health = commands.add_parser("health", help="exit code 0 when the daemon serves")
     health.set_defaults(run=_asking(_health))
     _add_contents(commands)
+    service.add_flags(commands.add_parser("service", help="run both daemons as services"))
     return parser
 
 

@@ -36,7 +36,7 @@ def runtime_dir() -> Path:
 
     Raises EndpointError unless it is a real directory of ours that nobody else can enter.
     """
-    path = _runtime_path()
+    path = runtime_path()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = path.lstat()
@@ -54,7 +54,8 @@ def runtime_dir() -> Path:
     return path
 
 
-def _runtime_path() -> Path:
+def runtime_path() -> Path:
+    """Where `runtime_dir` is, or will be."""
     chosen = os.environ.get(variables.RUNTIME_DIR)
     if chosen:
         return Path(os.path.abspath(chosen))
@@ -123,16 +124,20 @@ def check_directory(path: Path, *, flag: str) -> None:
         )
 
 
+def lock_path(path: Path) -> Path:
+    """The lock of the socket `path`; it names its holder's pid."""
+    return path.with_name(path.name + ".lock")
+
+
 class Lock:
     """Exclusive use of a socket path, from construction until `release` or the process's end.
 
-    The file `<path>.lock` names the holder's pid. Raises Held when another process has it, and
-    EndpointError when it cannot be opened.
+    Raises Held when another process has it, and EndpointError when it cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = path.with_name(path.name + ".lock")
+        self._file = lock_path(path)
         self._fd = self._acquire()
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)

@@ -1,0 +1,187 @@
+"""`cachestore-admin service` as a person meets it."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from cachestore.admin import main
+from cachestore.deploy import tail
+from cachestore.deploy.service import ENGINE, NAMES
+from tests.support.managers import Machine
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="of systemd's users")
+
+
+@pytest.fixture(autouse=True)
+def own_folders(linux: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("RUNTIME_DIR", "CACHE_DIR", "CONFIG"):
+        monkeypatch.delenv(f"MLX_CACHESTORE_{name}", raising=False)
+    monkeypatch.setenv("MLX_CACHESTORE_RUNTIME_DIR", str(linux.place.runtime))
+
+
+def service(*arguments: str | Path) -> int:
+    return main(["service", *map(str, arguments)])
+
+
+def error(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that was written there."""
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    return lines[0]
+
+
+def test_a_dry_run_shows_the_daemons_commands(
+    linux: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert service("install", "--model", "smollm2", "--budget", "1GiB", "--dry-run") == 0
+    said = capsys.readouterr().out
+    commands = [line for line in said.splitlines() if line.startswith("ExecStart=")]
+    assert len(commands) == 2
+    assert all(sys.executable in command for command in commands)
+    assert "--budget 1GiB" in commands[0]
+    assert "--model smollm2" in commands[1]
+    assert f"--cachestore unix:{linux.place.runtime}/cachestore.sock" in commands[1]
+    assert linux.state["calls"] == []
+    assert not list(linux.place.home.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([], "--model: the engine needs one"),
+        (["--model", "./nowhere"], "no such folder: /.*/nowhere"),
+        (["--model", "m", "--budget", "much"], "--budget: 'much' is not a size"),
+        (["--model", "m", "--config", "/nowhere.toml"], "/nowhere.toml: No such file"),
+        (["--model", "m", "--system"], "--system is for macOS.*loginctl enable-linger"),
+        (["--model", "a\nb"], "cannot have 'a.nb'"),
+    ],
+)
+def test_what_cannot_be_installed_is_said_in_a_line(
+    arguments: list[str], reason: str, linux: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert service("install", *arguments) == 1
+    assert re.match(f"error: .*{reason}", error(capsys))
+    assert linux.state["calls"] == []
+
+
+def test_the_file_says_what_the_command_line_does_not(
+    linux: Machine, directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = directory / "a.toml"
+    file.write_text(
+        '[cachestore]\nsocket = "/tmp/x.sock"\n[engine]\nmodel = "m"\ndrain-seconds = 90\n'
+    )
+    assert service("install", "--config", file, "--dry-run") == 0
+    said = capsys.readouterr().out
+    assert "--cachestore unix:/tmp/x.sock" in said
+    assert said.count(f"--config {file}") == 2
+    assert "--model" not in said
+    assert "--drain-seconds" not in said
+    assert "TimeoutStopSec=110\n" in said
+    assert linux.state["calls"] == []
+
+
+def test_the_file_may_not_start_a_second_store(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = directory / "a.toml"
+    file.write_text('[engine]\nmodel = "m"\ncachestore = "auto"\n')
+    assert service("install", "--config", file) == 1
+    assert "second store" in error(capsys)
+    file.write_text('[engine]\nmodel = "m"\ncachestore = "off"\n')
+    assert service("install", "--config", file, "--dry-run") == 0
+    assert "--cachestore" not in capsys.readouterr().out
+
+
+def test_status_says_with_its_exit_code_whether_all_run(
+    linux: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert service("status") == 3
+    assert capsys.readouterr().out.count("not installed") == 2
+    linux.installer().install(linux.setup(), NAMES)
+    assert service("status") == 0  # they run; nothing serves in their place
+    assert capsys.readouterr().out.count("not serving") == 2
+    linux.installer().stop([ENGINE])
+    assert service("status") == 3
+    assert service("status", "--only", "cachestore") == 0
+
+
+def test_data_is_removed_only_after_a_yes(
+    linux: Machine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linux.installer().install(linux.setup(), NAMES)
+    cached = linux.place.cache / "digests"
+    cached.mkdir(parents=True)
+    assert service("uninstall", "--purge") == 1
+    assert "add --yes" in error(capsys)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda _: "n")
+    assert service("uninstall", "--purge") == 1
+    assert "nothing was removed" in error(capsys)
+    assert linux.pids()
+    assert service("uninstall", "--purge", "--only", "engine", "--yes") == 1
+    assert service("uninstall", "--purge", "--yes") == 0
+    assert not cached.exists()
+    assert not linux.place.logs.exists()
+    assert linux.pids() == {}
+
+
+def test_purge_never_removes_a_folder_around_the_home(
+    linux: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_CACHESTORE_CACHE_DIR", str(linux.place.home.parent))
+    assert service("uninstall", "--purge", "--yes") == 0
+    assert linux.place.home.is_dir()
+
+
+def test_logs_shows_the_last_lines_of_each(
+    linux: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert service("logs") == 1
+    assert "no logs in" in error(capsys)
+    linux.place.logs.mkdir(parents=True)
+    (linux.place.logs / "engine.log").write_text("".join(f"line {n}\n" for n in range(9)))
+    (linux.place.logs / "cachestore.crash.log").write_text("Traceback\n")
+    assert service("logs", "--lines", "2") == 0
+    said = capsys.readouterr().out
+    assert said == "cachestore | Traceback\nengine | line 7\nengine | line 8\n"
+
+
+def test_logs_follows_a_file_that_is_renamed(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, old = directory / "engine.log", directory / "engine.log.1"
+    path.write_text("one\ntwo\n")
+
+    def steps(_seconds: float) -> None:
+        step = next(script, None)
+        if step is None:
+            raise KeyboardInterrupt
+        step()
+
+    def turn() -> None:
+        with path.open("a") as file:
+            file.write("four\n")
+        path.rename(old)
+
+    def append(text: str) -> None:
+        with path.open("a") as file:
+            file.write(text)
+
+    script = iter(
+        [
+            lambda: append("thr"),
+            lambda: append("ee\n"),
+            turn,
+            lambda: append("five\n"),
+            lambda: None,
+        ]
+    )
+    with pytest.raises(KeyboardInterrupt):
+        tail.show({"engine": [path]}, 1, follow=True, sleep=steps)
+    said = capsys.readouterr().out.splitlines()
+    assert said == [f"engine | {word}" for word in ("two", "three", "four", "five")]
