@@ -13,6 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import cachestore.serve
+import engine.serve
+from cachestore import settings
 from cachestore.deploy.launchd import plist
 from cachestore.deploy.place import Place, launchd_place, systemd_place
 from cachestore.deploy.service import (
@@ -92,12 +95,12 @@ def test_only_a_daemon_of_the_system_names_its_user_and_home(path: Path) -> None
 @pytest.mark.parametrize("drain", [None, 0.5, 300])
 @pytest.mark.parametrize("name", NAMES)
 def test_nobody_is_killed_while_it_drains(name: str, drain: float | None) -> None:
-    engine = made(launchd_place(Path("/Users/a")), drain_seconds=drain)[name]
-    allowed = plistlib.loads(plist(engine))["ExitTimeOut"]
+    daemon = made(launchd_place(Path("/Users/a")), drain_seconds=drain)[name]
+    allowed = plistlib.loads(plist(daemon))["ExitTimeOut"]
     assert allowed > (drain or DRAIN_SECONDS if name == ENGINE else 1)
-    assert f"TimeoutStopSec={allowed}\n" in unit(engine)
+    assert f"TimeoutStopSec={allowed}\n" in unit(daemon)
     # A configuration file's own word about the drain is left to it.
-    said = "--drain-seconds" in engine.arguments
+    said = "--drain-seconds" in daemon.arguments
     assert said == (name == ENGINE and drain is None)
 
 
@@ -105,6 +108,17 @@ def test_the_engine_never_starts_a_store_beside_the_service() -> None:
     found = made(systemd_place(Path("/home/a"), Path("/run/user/7/mlx-cachestore")))[ENGINE]
     at = found.arguments.index("--cachestore")
     assert found.arguments[at + 1] == "unix:/run/user/7/mlx-cachestore/cachestore.sock"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_daemons_know_every_flag(name: str) -> None:
+    place = systemd_place(Path("/home/a"), Path("/run"))
+    service = made(place, config=Path(os.devnull), budget="64MiB")[name]
+    parser = settings.Parser(prog=name, table=name)
+    {CACHESTORE: cachestore.serve, ENGINE: engine.serve}[name].add_flags(parser)
+    flags = parser.parse_args(service.arguments[service.arguments.index("serve") + 1 :])
+    assert flags.config == Path(os.devnull)
+    assert flags.log_file == "/home/a/.local/state/mlx-cachestore/log/" + name + ".log"
 
 
 printable = st.text(st.characters(exclude_categories=["C", "Z"]) | st.just(" "), min_size=1)

@@ -27,8 +27,8 @@ exec unshare --mount --cgroup sh -c '
 
 
 @contextlib.contextmanager
-def user_systemd(directory: Path) -> Iterator[dict[str, str]]:
-    """The environment in which `systemctl --user` means this one, with a new home in `directory`.
+def user_systemd(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """From now on `systemctl --user` means this one, and home is a new one in `directory`.
 
     Skips the test, saying why, where none can run.
     """
@@ -38,26 +38,26 @@ def user_systemd(directory: Path) -> Iterator[dict[str, str]]:
     home, runtime, log = directory / "home", directory / "run", directory / "systemd.log"
     home.mkdir()
     runtime.mkdir(mode=0o700)
-    dropped = ("DBUS_SESSION_BUS_ADDRESS", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME")
-    kept = {name: value for name, value in os.environ.items() if name not in dropped}
-    environment = {**kept, "HOME": str(home), "XDG_RUNTIME_DIR": str(runtime)}
+    for name in ("CONFIG_HOME", "STATE_HOME", "CACHE_HOME"):
+        monkeypatch.delenv(f"XDG_{name}", raising=False)
+    monkeypatch.delenv("DBUS_SESSION_BUS_ADDRESS", raising=False)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    chosen = {"PROGRAM": str(program), "SYSTEMD_LOG_TARGET": "console"}
     with _group() as group, log.open("wb") as output:
         manager = subprocess.Popen(
             ["sh", "-c", _START],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env={
-                **{**environment, "GROUP": str(group), "PROGRAM": str(program)},
-                "SYSTEMD_LOG_TARGET": "console",
-            },
+            env={**os.environ, **chosen, "GROUP": str(group)},
         )
         try:
             socket = runtime / "systemd" / "private"
             until(lambda: socket.exists() or manager.poll() is not None, "systemd")
             if manager.poll() is not None:
                 pytest.skip(f"systemd cannot run here: {log.read_text().strip()[-200:]!r}")
-            yield environment
+            yield
         finally:
             _end(manager, group)
 

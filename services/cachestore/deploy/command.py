@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import getpass
+import json
 import os
 import shutil
 import sys
@@ -54,7 +55,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("start", _changing(Installer.start), "start them and wait until they serve")
     add("stop", _changing(Installer.stop), "stop them until the next login or boot")
     add("restart", _changing(Installer.restart), "let them finish, then start them anew")
-    add("status", _status, f"exit code {EXIT_NOT_RUNNING} when one does not run", changes=False)
+    text = f"what runs, and since when; exit code {EXIT_NOT_RUNNING} when one does not"
+    status = add("status", _status, text, changes=False)
+    status.add_argument("--json", action="store_true", help="print JSON")
     logs = add("logs", _logs, "the last lines of their logs", changes=False)
     logs.add_argument("--follow", action="store_true", help="and what is added, until Ctrl-C")
     logs.add_argument(
@@ -128,24 +131,32 @@ def _changing(change: Callable[[Installer, Sequence[str]], None]) -> _Run:
 
 def _status(flags: argparse.Namespace, _place: Place, installer: Installer) -> int:
     found = installer.status(_names(flags))
-    table = Table(box=None, pad_edge=False)
-    for heading in ("service", "state", "process", "since", "last exit", "address"):
-        table.add_column(heading, overflow="fold")
-    for one in found:
-        pid, status = one.state.pid, one.state.exit_status
-        table.add_row(
-            one.name,
-            _word(one),
-            "" if pid is None else str(pid),
-            one.state.since,
-            "" if status is None else str(status),
-            one.address,
-        )
-    Console(highlight=False).print(table)
-    for one in found:
-        if one.problem:
-            _say(one.problem)
+    reports = [_report(one) for one in found]
+    if flags.json:
+        _say(json.dumps(reports, indent=2))
+    else:
+        table = Table(box=None, pad_edge=False)
+        for heading in ("service", "state", "process", "since", "last exit", "address"):
+            table.add_column(heading, overflow="fold")
+        for report in reports:
+            table.add_row(*("" if cell is None else str(cell) for cell in report.values()))
+        Console(highlight=False).print(table)
+        for one in found:
+            if one.problem:
+                _say(one.problem)
     return 0 if all(one.state.pid for one in found) else EXIT_NOT_RUNNING
+
+
+def _report(status: Status) -> dict[str, str | int | None]:
+    """In the order of the table's columns."""
+    return {
+        "service": status.name,
+        "state": _word(status),
+        "pid": status.state.pid,
+        "since": status.state.since,
+        "last_exit": status.state.exit_status,
+        "address": status.address,
+    }
 
 
 def _word(status: Status) -> str:
