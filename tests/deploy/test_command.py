@@ -1,13 +1,17 @@
 """`cachestore-admin service` as a person meets it."""
 
+import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
+from platformdirs.macos import MacOS
+from platformdirs.unix import Unix
 
 from cachestore.admin import main
 from cachestore.deploy import tail
+from cachestore.deploy.place import APP, launchd_place, own_place
 from cachestore.deploy.service import ENGINE, NAMES
 from tests.support.managers import Machine
 
@@ -68,6 +72,39 @@ def test_what_cannot_be_installed_is_said_in_a_line(
     assert linux.state["calls"] == []
 
 
+def test_a_daemon_of_a_mac_runs_as_who_called_sudo(
+    linux: Machine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    install = ("install", "--system", "--model", "m", "--dry-run")
+    monkeypatch.setenv("SUDO_USER", "nobody")
+    assert service(*install) == 0
+    said = capsys.readouterr().out
+    assert said.count("<key>UserName</key>\n\t<string>nobody</string>") == 2
+    assert "+ write /Library/LaunchDaemons/" in said
+    monkeypatch.setenv("SUDO_USER", "nobody-of-that-name")
+    assert service(*install) == 1
+    assert "no such user" in error(capsys)
+    monkeypatch.setenv("SUDO_USER", "root")
+    assert service(*install) == 1
+    assert "with sudo from the account" in error(capsys)
+
+
+def test_folders_are_those_that_the_daemons_use(
+    linux: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.platform", "linux")
+    home = linux.place.home
+    for place, folders in (
+        (launchd_place(home), MacOS(APP)),
+        (linux.place, Unix(APP)),
+    ):
+        assert place.logs == folders.user_log_path
+        assert place.cache == folders.user_cache_path
+        assert place.config == folders.user_config_path / "config.toml"
+    assert own_place() == linux.place
+
+
 def test_the_file_says_what_the_command_line_does_not(
     linux: Machine, directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,13 +122,16 @@ def test_the_file_says_what_the_command_line_does_not(
     assert linux.state["calls"] == []
 
 
-def test_the_file_may_not_start_a_second_store(
+def test_the_file_may_not_start_a_second_store_or_end_the_service(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = directory / "a.toml"
     file.write_text('[engine]\nmodel = "m"\ncachestore = "auto"\n')
     assert service("install", "--config", file) == 1
     assert "second store" in error(capsys)
+    file.write_text('[engine]\nmodel = "m"\n[cachestore]\nidle-exit = 60\n')
+    assert service("install", "--config", file) == 1
+    assert "would end the service" in error(capsys)
     file.write_text('[engine]\nmodel = "m"\ncachestore = "off"\n')
     assert service("install", "--config", file, "--dry-run") == 0
     assert "--cachestore" not in capsys.readouterr().out
@@ -107,7 +147,13 @@ def test_status_says_with_its_exit_code_whether_all_run(
     assert capsys.readouterr().out.count("not serving") == 2
     linux.installer().stop([ENGINE])
     assert service("status") == 3
-    assert service("status", "--only", "cachestore") == 0
+    capsys.readouterr()
+    assert service("status", "--only", "cachestore", "--json") == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["service"], found["state"], found["last_exit"]) == (
+        *("cachestore", "not serving"),
+        None,
+    )
 
 
 def test_data_is_removed_only_after_a_yes(

@@ -9,7 +9,7 @@ from pathlib import Path
 from cachestore import endpoint
 from cachestore.deploy import health, setup
 from cachestore.deploy.manager import Manager, State
-from cachestore.deploy.place import Place
+from cachestore.deploy.place import APP, Place
 from cachestore.deploy.service import (
     CACHESTORE,
     ENGINE,
@@ -75,8 +75,7 @@ class Installer:
             else:
                 self._shell.say(f"{name}: not installed")
         if set(names) == set(NAMES) and not self._shell.dry:
-            with contextlib.suppress(OSError):  # not empty, or never made
-                self._place.runtime.rmdir()
+            _remove_empty(self._place.runtime)
 
     def data(self) -> list[Path]:
         """What `uninstall` leaves."""
@@ -90,6 +89,7 @@ class Installer:
             self._shell.say(f"+ rm -r {path}")
             if not self._shell.dry:
                 shutil.rmtree(path)
+                _remove_empty(path.parent)
 
     def start(self, names: Sequence[str]) -> None:
         for name in self._ready_to_change(names):
@@ -121,7 +121,9 @@ class Installer:
         path, definition = self._manager.path(name), self._manager.render(service)
         if path.exists() and path.read_bytes() == definition and not self._shell.dry:
             if state.pid:
-                self._shell.say(f"{name}: unchanged, left running")
+                self._shell.say(
+                    f"{name}: unchanged, left running (a new version is taken up by a restart)"
+                )
                 return None
             self._manager.start(name)
             return None
@@ -211,6 +213,14 @@ class Installer:
                 if lines:
                     return lines[-1]
         return "nothing in its logs"
+
+
+def _remove_empty(folder: Path) -> None:
+    """It and those around it, as far as they are ours."""
+    while APP in folder.name:
+        with contextlib.suppress(OSError):  # not empty, or not there
+            folder.rmdir()
+        folder = folder.parent
 
 
 def _holder(address: str) -> str:
