@@ -1,7 +1,8 @@
 """What a person may want to see, keep, or be rid of. An entry is one record or checkpoint."""
 
+import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cachestore.config import StoreConfig
@@ -10,7 +11,7 @@ from cachestore.holdings import Holdings, Kept
 from cachestore.node import Checkpoint, Record, Span
 from cachestore.refusal import RefusalCode, Refused
 from cachestore.tree import along
-from cachestore.validation import exhausted
+from cachestore.validation import exhausted, require_sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,11 @@ class Catalog:
         )
         return [self.entry(stored, now) for stored in itertools.islice(held, limit)]
 
+    def records(self) -> list[Record]:
+        """All that hold rows."""
+        held = self._holdings.inventory.stored.values()
+        return [stored for stored in held if isinstance(stored, Record)]
+
     def entry(self, stored: Candidate, now: float) -> Entry:
         if isinstance(stored, Checkpoint):
             above, first_token = stored.record, stored.position - 1
@@ -136,6 +142,22 @@ class Catalog:
             self._pinned[record_id] = kept
         return self._pinned[record_id]
 
+    def end_of(self, namespace: bytes, tokens: bytes) -> Candidate:
+        """What holds the last row of a sequence or, where rows need them, the checkpoint at its
+        end. Raises Refused when not all of it is held."""
+        count = require_sequence(namespace, tokens, self._config.max_tokens)
+        walk = self._holdings.walk(namespace, tokens)
+        found: Candidate = walk.end
+        held = walk.depth
+        if self._holdings.checkpointed(namespace):
+            checkpoint = walk.checkpoint(count)
+            held = 0 if checkpoint is None else checkpoint.position
+            found = found if checkpoint is None else checkpoint
+        if held < count:
+            message = f"tokens: of {count} a lookup could be served {held}"
+            raise Refused(RefusalCode.NOT_FOUND, message)
+        return found
+
     def unpin(self, record_id: int) -> None:
         """Undo a pin. Raises Refused when there is none."""
         kept = self._pinned.pop(record_id, None)
@@ -152,6 +174,28 @@ class Catalog:
             now = _up_to(self._holdings.inventory.stored[record_id])
             assert now.path == kept.path
             assert set(kept.checkpoints) <= set(now.checkpoints)
+
+
+def busiest(records: Iterable[Record], limit: int) -> list[Record]:
+    """Of these records, those at which the prefixes end that lookups were served most tokens of,
+    best first.
+
+    Whoever was served rows of a record was served all before it. So a prefix ends where fewer go
+    on, and its worth is its length times the hits of its last record:
+
+        record 7 ── 12 hits ──┬── record 8 ── 12 hits, ends ──┬── record 9 ── 3 hits, ends
+    """
+    ends = (
+        record
+        for record in records
+        if record.hits > max((child.hits for child in record.children.values()), default=0)
+    )
+    return heapq.nlargest(limit, ends, key=lambda record: record.hits * _end(record))
+
+
+def _end(record: Record) -> int:
+    """Tokens up to its last one."""
+    return record.start + record.rows
 
 
 def _up_to(stored: Candidate) -> Kept:

@@ -267,6 +267,12 @@ class Client:
                 return
             request.after_record_id = page[-1].span.record_id
 
+    def prefixes(self, limit: int) -> list[pb.Entry]:
+        """The records at which the prefixes end that lookups were served most tokens of, best
+        first; `limit` is at most 256."""
+        request = pb.ListPrefixesRequest(limit=limit)
+        return list(self._call(self._stub.ListPrefixes, request).entries)
+
     def evict(self, *, namespace: bytes = b"", record_id: int = 0) -> pb.EvictResponse:
         """Drops a namespace, a record with all behind it, or everything; but not what is in use."""
         if namespace:
@@ -279,6 +285,11 @@ class Client:
 
     def pin(self, record_id: int) -> pb.PinResponse:
         return self._call(self._stub.Pin, pb.PinRequest(record_id=record_id))
+
+    def pin_sequence(self, namespace: bytes, tokens: bytes) -> pb.PinResponse:
+        """Keeps all of a sequence; raises StoreRefused (NOT_FOUND) when not all of it is held."""
+        sequence = pb.Sequence(namespace=namespace, tokens=tokens)
+        return self._call(self._stub.Pin, pb.PinRequest(sequence=sequence))
 
     def unpin(self, record_id: int) -> None:
         self._call(self._stub.Unpin, pb.UnpinRequest(record_id=record_id))

@@ -1165,6 +1165,51 @@ class ListEntriesResponse(_message.Message):
 Global___ListEntriesResponse: _TypeAlias = ListEntriesResponse  # noqa: Y015
 
 @_typing.final
+class ListPrefixesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMIT_FIELD_NUMBER: _builtins.int
+    limit: _builtins.int
+    """How many, 1 to 256."""
+    def __init__(
+        self,
+        *,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPrefixesRequest: _TypeAlias = ListPrefixesRequest  # noqa: Y015
+
+@_typing.final
+class ListPrefixesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___Entry]:
+        """The record at the end of each, best first. A prefix ends with a record that more lookups were
+        served rows of than of any that goes on from it; its tokens are first_token + span.rows, and
+        its worth is that number times its hits.
+        """
+
+    def __init__(
+        self,
+        *,
+        entries: _abc.Iterable[Global___Entry] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPrefixesResponse: _TypeAlias = ListPrefixesResponse  # noqa: Y015
+
+@_typing.final
 class Entry(_message.Message):
     """A record or a checkpoint, and what it is to its sequences."""
 
@@ -1295,20 +1340,54 @@ class PinRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RECORD_ID_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
     record_id: _builtins.int
     """As ListEntries gives it."""
+    @_builtins.property
+    def sequence(self) -> Global___Sequence:
+        """The record with its last row or, where rows need them, the checkpoint at its end."""
+
     def __init__(
         self,
         *,
         record_id: _builtins.int = ...,
+        sequence: Global___Sequence | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["record_id", b"record_id", "sequence", b"sequence", "what", b"what"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["record_id", b"record_id", "sequence", b"sequence", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["record_id", "sequence"]  # noqa: Y015
+    _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
+
+Global___PinRequest: _TypeAlias = PinRequest  # noqa: Y015
+
+@_typing.final
+class Sequence(_message.Message):
+    """Tokens of a namespace, from the first one on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.bytes
+    """32 bytes."""
+    tokens: _builtins.bytes
+    """Packed as in LookupRequest, at least one token."""
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.bytes = ...,
+        tokens: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["record_id", b"record_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PinRequest: _TypeAlias = PinRequest  # noqa: Y015
+Global___Sequence: _TypeAlias = Sequence  # noqa: Y015
 
 @_typing.final
 class PinResponse(_message.Message):
@@ -1317,22 +1396,26 @@ class PinResponse(_message.Message):
     RECORDS_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    RECORD_ID_FIELD_NUMBER: _builtins.int
     records: _builtins.int
     """The record and all before it."""
     bytes: _builtins.int
     """Bytes of their extents and of those of the checkpoints."""
     checkpoints: _builtins.int
     """The checkpoints there. One that is committed later is not kept."""
+    record_id: _builtins.int
+    """What was pinned, for Unpin."""
     def __init__(
         self,
         *,
         records: _builtins.int = ...,
         bytes: _builtins.int = ...,
         checkpoints: _builtins.int = ...,
+        record_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "checkpoints", b"checkpoints", "records", b"records"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "checkpoints", b"checkpoints", "record_id", b"record_id", "records", b"records"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -80,6 +80,11 @@ class CachestoreStub:
                 request_serializer=cachestore_dot_v1_dot_cachestore__pb2.ListEntriesRequest.SerializeToString,
                 response_deserializer=cachestore_dot_v1_dot_cachestore__pb2.ListEntriesResponse.FromString,
                 _registered_method=True)
+        self.ListPrefixes = channel.unary_unary(
+                '/cachestore.v1.Cachestore/ListPrefixes',
+                request_serializer=cachestore_dot_v1_dot_cachestore__pb2.ListPrefixesRequest.SerializeToString,
+                response_deserializer=cachestore_dot_v1_dot_cachestore__pb2.ListPrefixesResponse.FromString,
+                _registered_method=True)
         self.Evict = channel.unary_unary(
                 '/cachestore.v1.Cachestore/Evict',
                 request_serializer=cachestore_dot_v1_dot_cachestore__pb2.EvictRequest.SerializeToString,
@@ -194,6 +199,13 @@ class CachestoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListPrefixes(self, request, context):
+        """The prefixes that lookups were served most tokens of.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Evict(self, request, context):
         """Drops records and checkpoints that are neither in use nor pinned.
         """
@@ -203,7 +215,8 @@ class CachestoreServicer:
 
     def Pin(self, request, context):
         """Keeps a record or checkpoint, all before it in its sequence, and the checkpoints there, until
-        Unpin or the end of the daemon. RESOURCE_EXHAUSTED when 4,096 are pinned.
+        Unpin or the end of the daemon. NOT_FOUND for a sequence that is not held whole;
+        RESOURCE_EXHAUSTED when 4,096 are pinned.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -278,6 +291,11 @@ def add_CachestoreServicer_to_server(servicer, server):
                     servicer.ListEntries,
                     request_deserializer=cachestore_dot_v1_dot_cachestore__pb2.ListEntriesRequest.FromString,
                     response_serializer=cachestore_dot_v1_dot_cachestore__pb2.ListEntriesResponse.SerializeToString,
+            ),
+            'ListPrefixes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPrefixes,
+                    request_deserializer=cachestore_dot_v1_dot_cachestore__pb2.ListPrefixesRequest.FromString,
+                    response_serializer=cachestore_dot_v1_dot_cachestore__pb2.ListPrefixesResponse.SerializeToString,
             ),
             'Evict': grpc.unary_unary_rpc_method_handler(
                     servicer.Evict,
@@ -548,6 +566,33 @@ class Cachestore:
             '/cachestore.v1.Cachestore/ListEntries',
             cachestore_dot_v1_dot_cachestore__pb2.ListEntriesRequest.SerializeToString,
             cachestore_dot_v1_dot_cachestore__pb2.ListEntriesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPrefixes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cachestore.v1.Cachestore/ListPrefixes',
+            cachestore_dot_v1_dot_cachestore__pb2.ListPrefixesRequest.SerializeToString,
+            cachestore_dot_v1_dot_cachestore__pb2.ListPrefixesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -88,11 +88,14 @@ class CachestoreStub:
     """
     ListEntries: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.ListEntriesRequest, _cachestore_pb2.ListEntriesResponse]
     """Records and checkpoints, a page at a time, in the order of their ids."""
+    ListPrefixes: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.ListPrefixesRequest, _cachestore_pb2.ListPrefixesResponse]
+    """The prefixes that lookups were served most tokens of."""
     Evict: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.EvictRequest, _cachestore_pb2.EvictResponse]
     """Drops records and checkpoints that are neither in use nor pinned."""
     Pin: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.PinRequest, _cachestore_pb2.PinResponse]
     """Keeps a record or checkpoint, all before it in its sequence, and the checkpoints there, until
-    Unpin or the end of the daemon. RESOURCE_EXHAUSTED when 4,096 are pinned.
+    Unpin or the end of the daemon. NOT_FOUND for a sequence that is not held whole;
+    RESOURCE_EXHAUSTED when 4,096 are pinned.
     """
     Unpin: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.UnpinRequest, _cachestore_pb2.UnpinResponse]
     """NOT_FOUND when the record is not pinned."""
@@ -149,11 +152,14 @@ class CachestoreAsyncStub(CachestoreStub):
     """
     ListEntries: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.ListEntriesRequest, _cachestore_pb2.ListEntriesResponse]  # type: ignore[assignment]
     """Records and checkpoints, a page at a time, in the order of their ids."""
+    ListPrefixes: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.ListPrefixesRequest, _cachestore_pb2.ListPrefixesResponse]  # type: ignore[assignment]
+    """The prefixes that lookups were served most tokens of."""
     Evict: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.EvictRequest, _cachestore_pb2.EvictResponse]  # type: ignore[assignment]
     """Drops records and checkpoints that are neither in use nor pinned."""
     Pin: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.PinRequest, _cachestore_pb2.PinResponse]  # type: ignore[assignment]
     """Keeps a record or checkpoint, all before it in its sequence, and the checkpoints there, until
-    Unpin or the end of the daemon. RESOURCE_EXHAUSTED when 4,096 are pinned.
+    Unpin or the end of the daemon. NOT_FOUND for a sequence that is not held whole;
+    RESOURCE_EXHAUSTED when 4,096 are pinned.
     """
     Unpin: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.UnpinRequest, _cachestore_pb2.UnpinResponse]  # type: ignore[assignment]
     """NOT_FOUND when the record is not pinned."""
@@ -263,6 +269,14 @@ class CachestoreServicer(metaclass=_abc_1.ABCMeta):
         """Records and checkpoints, a page at a time, in the order of their ids."""
 
     @_abc_1.abstractmethod
+    def ListPrefixes(
+        self,
+        request: _cachestore_pb2.ListPrefixesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cachestore_pb2.ListPrefixesResponse, _abc.Awaitable[_cachestore_pb2.ListPrefixesResponse]]:
+        """The prefixes that lookups were served most tokens of."""
+
+    @_abc_1.abstractmethod
     def Evict(
         self,
         request: _cachestore_pb2.EvictRequest,
@@ -277,7 +291,8 @@ class CachestoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cachestore_pb2.PinResponse, _abc.Awaitable[_cachestore_pb2.PinResponse]]:
         """Keeps a record or checkpoint, all before it in its sequence, and the checkpoints there, until
-        Unpin or the end of the daemon. RESOURCE_EXHAUSTED when 4,096 are pinned.
+        Unpin or the end of the daemon. NOT_FOUND for a sequence that is not held whole;
+        RESOURCE_EXHAUSTED when 4,096 are pinned.
         """
 
     @_abc_1.abstractmethod

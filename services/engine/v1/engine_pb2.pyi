@@ -618,8 +618,13 @@ class WarmRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
+    PIN_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """As in GenerateRequest."""
+    pin: _builtins.bool
+    """Keep all of it in the cachestore, however little it is used, until it is unpinned
+    (cachestore-admin unpin) or the cachestore ends.
+    """
     @_builtins.property
     def prompt(self) -> Global___Prompt:
         """As in GenerateRequest."""
@@ -629,14 +634,41 @@ class WarmRequest(_message.Message):
         *,
         model: _builtins.str = ...,
         prompt: Global___Prompt | None = ...,
+        pin: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt", b"prompt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "pin", b"pin", "prompt", b"prompt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WarmRequest: _TypeAlias = WarmRequest  # noqa: Y015
+
+@_typing.final
+class Pinned(_message.Message):
+    """What stays in the cachestore."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORD_ID_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    record_id: _builtins.int
+    """The record or checkpoint at the end of the prompt, by which it is unpinned."""
+    bytes: _builtins.int
+    """Bytes of it and of all before it."""
+    def __init__(
+        self,
+        *,
+        record_id: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "record_id", b"record_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pinned: _TypeAlias = Pinned  # noqa: Y015
 
 @_typing.final
 class WarmResponse(_message.Message):
@@ -645,6 +677,7 @@ class WarmResponse(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
     STORED_TOKENS_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
     stored_tokens: _builtins.int
     """Tokens of the prompt that the cachestore holds now, as far as a request can go on from them."""
     @_builtins.property
@@ -655,16 +688,21 @@ class WarmResponse(_message.Message):
     def timing(self) -> Global___Timing:
         """decode_ms is the time until the rows were stored."""
 
+    @_builtins.property
+    def pinned(self) -> Global___Pinned:
+        """With WarmRequest.pin: all of the prompt stays."""
+
     def __init__(
         self,
         *,
         usage: Global___Usage | None = ...,
         timing: Global___Timing | None = ...,
         stored_tokens: _builtins.int = ...,
+        pinned: Global___Pinned | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pinned", b"pinned", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["stored_tokens", b"stored_tokens", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pinned", b"pinned", "stored_tokens", b"stored_tokens", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
