@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
-from rich.live import Live
 from rich.progress import Progress
 
-from cachestore import listing
+from cachestore import listing, top
+from cachestore.budget import size_text
 from cachestore.client import Client, StoreRefused, StoreUnavailable
 from cachestore.deploy import command as service
 from cachestore.endpoint import EndpointError
 from cachestore.flags import Parser, add_version, cachestore_socket, seconds
 from cachestore.record import RecordError
-from cachestore.report import namespace_name, namespace_report, report, size_text, tables
+from cachestore.report import namespace_name, namespace_report, report, tables
 from cachestore.v1 import cachestore_pb2 as pb
 
 LS_LINES = 50
@@ -78,10 +78,7 @@ def _stats(client: Client, flags: argparse.Namespace) -> int:
     with contextlib.suppress(KeyboardInterrupt):
         if flags.json or not console.is_terminal:
             _print_forever(client, console, flags)
-        with Live(console=console, auto_refresh=False, screen=True) as live:
-            while True:
-                live.update(tables(report(client.stats())), refresh=True)
-                time.sleep(flags.watch)
+        top.show(console, flags.watch, lambda: tables(report(client.stats())))
     return 0
 
 
@@ -94,6 +91,17 @@ def _print_forever(client: Client, console: Console, flags: argparse.Namespace) 
             console.print(tables(found))
         sys.stdout.flush()
         time.sleep(flags.watch)
+
+
+def _top(client: Client, flags: argparse.Namespace) -> int:
+    console = _console()
+    if flags.once or not console.is_terminal or console.is_dumb_terminal:
+        console.print(top.screen(client, top.History(), top.LINES))
+        return 0
+    watched = top.Watched(client, cachestore_socket(flags.socket))
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(watched):
+        top.show(console, flags.interval, lambda: watched.screen(console.height))
+    return 0
 
 
 def _health(client: Client, _flags: argparse.Namespace) -> int:
@@ -227,6 +235,16 @@ def _parser() -> Parser:
         help="show them again and again, every 2 seconds unless said otherwise",
     )
     stats.set_defaults(run=_asking(_stats))
+    live = commands.add_parser("top", help="what it does now, on one screen")
+    live.add_argument(
+        "--interval",
+        type=seconds,
+        default=2.0,
+        metavar="SECONDS",
+        help="look again after so long (default: %(default)g)",
+    )
+    live.add_argument("--once", action="store_true", help="print it once, as in a pipe")
+    live.set_defaults(run=_asking(_top))
     health = commands.add_parser("health", help="exit code 0 when the daemon serves")
     health.set_defaults(run=_asking(_health))
     _add_contents(commands)

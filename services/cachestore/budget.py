@@ -1,4 +1,4 @@
-"""How much memory the store may take: as people write it, and when they do not say."""
+"""How much memory the store may take: as people write and read it, and when they do not say."""
 
 import os
 import re
@@ -12,6 +12,7 @@ _UNIT_BYTES = {
     **{f"{unit}IB": 1 << shift for unit, shift in zip("KMGT", (10, 20, 30, 40), strict=True)},
     **{f"{unit}B": 1000**power for unit, power in zip("KMGT", (1, 2, 3, 4), strict=True)},
 }
+_SHOWN = ("B", "KiB", "MiB", "GiB", "TiB")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Z]*)")
 
 
@@ -26,6 +27,12 @@ def parse_bytes(text: str) -> int:
     # Whole numbers stay integers: a float would round sizes above 2**53.
     number = float(match[1]) if "." in match[1] else int(match[1])
     return int(number * _UNIT_BYTES[match[2]])
+
+
+def size_text(size: int) -> str:
+    """Bytes as people read them, like "1.5 GiB"."""
+    power = min((max(size, 1).bit_length() - 1) // 10, len(_SHOWN) - 1)
+    return f"{size / 1024**power:,.{1 if power else 0}f} {_SHOWN[power]}"
 
 
 def parse_budget(text: str, memory_bytes: int) -> int:

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cachestore import record
+from cachestore.budget import size_text
 from cachestore.report import (
     Report,
     contents,
@@ -15,7 +16,6 @@ from cachestore.report import (
     empty_table,
     namespace_name,
     namespace_report,
-    size_text,
 )
 from cachestore.v1 import cachestore_pb2 as pb
 

@@ -7,17 +7,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from cachestore.budget import size_text
 from cachestore.v1 import cachestore_pb2 as pb
 
 Report = dict[str, Any]
 
-_KINDS = ("exact", "supersequence", "prefix", "lcp", "miss")
+KINDS = ("exact", "supersequence", "prefix", "lcp", "miss")
 _WRITES = (
     *("committed", "rows_inserted", "rows_duplicate", "refused", "dropped"),
     *("checkpoints_inserted", "checkpoints_duplicate"),
 )
 _CONTENTS = ("tokens", "records", "sequences", "checkpoints")
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def report(stats: pb.StatsResponse) -> Report:
@@ -40,14 +40,19 @@ def report(stats: pb.StatsResponse) -> Report:
 
 
 def tables(found: Report) -> Group:
-    title = (
+    parts: list[RenderableType] = [*title(found), _memory(found), _namespaces(found)]
+    return Group(*parts, _activity(found))
+
+
+def title(found: Report) -> list[str]:
+    """Which daemon it is; and a line more when it is broken."""
+    lines = [
         f"cachestore {found['version']}, process {found['pid']}, "
-        f"up {_duration(found['uptime_seconds'])}"
-    )
-    parts: list[RenderableType] = [title, _memory(found), _namespaces(found), _activity(found)]
+        f"up {duration(found['uptime_seconds'])}"
+    ]
     if found["check_failures"]:
-        parts.insert(1, "FAILED its own check and serves nothing: restart it, and see its log")
-    return Group(*parts)
+        lines.append("FAILED its own check and serves nothing: restart it, and see its log")
+    return lines
 
 
 def _fields(message: object, names: tuple[str, ...]) -> Report:
@@ -60,8 +65,8 @@ def namespace_report(namespace: pb.NamespaceStats) -> Report:
 
 
 def _lookups(lookups: pb.LookupStats) -> Report:
-    found = _fields(lookups, (*_KINDS, "tokens_requested", "tokens_served"))
-    requests = sum(found[kind] for kind in _KINDS)
+    found = _fields(lookups, (*KINDS, "tokens_requested", "tokens_served"))
+    requests = sum(found[kind] for kind in KINDS)
     requested = found["tokens_requested"]
     return {
         **found,
@@ -76,11 +81,11 @@ def _memory(found: Report) -> Table:
     table = empty_table("memory", ("bytes", "of budget"))
     for name in ("budget", "slabs", "used", "reserved", "quarantined", "retiring", "free"):
         size = found[f"bytes_{name}"]
-        table.add_row(name, size_text(size), _percent(size / found["bytes_budget"]))
+        table.add_row(name, size_text(size), percent(size / found["bytes_budget"]))
     parts = {"checkpoints": "used", "padding": "used", "stranded": "used", "useful": "free"}
     for name, kind in parts.items():
         size = found[f"bytes_{name}"]
-        table.add_row(f"{kind}: {name}", size_text(size), _percent(size / found["bytes_budget"]))
+        table.add_row(f"{kind}: {name}", size_text(size), percent(size / found["bytes_budget"]))
     return table
 
 
@@ -97,15 +102,15 @@ def _namespaces(found: Report) -> Table:
 def _activity(found: Report) -> Table:
     lookups, writes = found["lookups"], found["writes"]
     table = empty_table("since start", ("",))
-    table.add_row("lookups", ", ".join(f"{lookups[kind]:,} {kind}" for kind in _KINDS))
+    table.add_row("lookups", ", ".join(f"{lookups[kind]:,} {kind}" for kind in KINDS))
     table.add_row(
         "time of a lookup",
-        f"p50 {_milliseconds(lookups['seconds_p50'])}, p99 {_milliseconds(lookups['seconds_p99'])}",
+        f"p50 {milliseconds(lookups['seconds_p50'])}, p99 {milliseconds(lookups['seconds_p99'])}",
     )
-    table.add_row("hit rate, requests", _percent(lookups["hit_rate_requests"]))
+    table.add_row("hit rate, requests", percent(lookups["hit_rate_requests"]))
     table.add_row(
         "hit rate, tokens",
-        f"{_percent(lookups['hit_rate_tokens'])} "
+        f"{percent(lookups['hit_rate_tokens'])} "
         f"({lookups['tokens_served']:,} of {lookups['tokens_requested']:,})",
     )
     table.add_row(
@@ -153,20 +158,15 @@ def namespace_name(label: str) -> str:
     return printable or "unnamed"
 
 
-def _percent(rate: float | None) -> str:
+def percent(rate: float | None) -> str:
     return "-" if rate is None else f"{rate:.1%}"
 
 
-def _milliseconds(seconds: float | None) -> str:
+def milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1000 * seconds:.3g} ms"
 
 
-def size_text(size: int) -> str:
-    power = min((max(size, 1).bit_length() - 1) // 10, len(_UNITS) - 1)
-    return f"{size / 1024**power:,.{1 if power else 0}f} {_UNITS[power]}"
-
-
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}"
