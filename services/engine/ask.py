@@ -1,4 +1,4 @@
-"""What `generate` and `chat` share: flags, the engine that answers, and a reply as it comes."""
+"""What commands that ask an engine share: flags, the engine that answers, a reply as it comes."""
 
 import argparse
 import contextlib
@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
+import grpc
+
 from cachestore import endpoint
 from engine import config, kvflags, signals
 from engine.config import Listen, parse_listen
-from engine.flags import ConfigError, bias, utf8, whole
+from engine.flags import ConfigError, bias, text_of, utf8, whole
 from engine.remote import EngineAway, EngineProcess, connect, model_of
 from engine.v1 import engine_pb2 as pb
 from engine.v1 import engine_pb2_grpc
@@ -26,8 +28,8 @@ _SAMPLING = (
 )
 
 
-def add_asking_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags that say whom to ask, how one that is started holds rows, and how to sample."""
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags that say whom to ask, and how one that is started holds rows."""
     parser.add_argument(
         "--engine", metavar="ADDRESS", help="unix:PATH or HOST:PORT (default: ours)"
     )
@@ -36,7 +38,21 @@ def add_asking_flags(parser: argparse.ArgumentParser) -> None:
         help="what to serve when no engine runs, and what a running one must serve "
         f"(default: what runs, else {config.MODEL_DEFAULT})",
     )
-    parser.add_argument("--system", type=utf8, default="", help="system message")
+    kvflags.add_flags(parser)
+
+
+def add_asking_flags(parser: argparse.ArgumentParser) -> None:
+    """Those, and flags that say what to ask and how to sample."""
+    system = parser.add_mutually_exclusive_group()
+    system.add_argument("--system", type=utf8, default="", metavar="TEXT", help="system message")
+    system.add_argument(
+        "--system-file",
+        dest="system",
+        type=text_of,
+        default="",
+        metavar="FILE",
+        help="system message, in a file: all of it, as `engine warm FILE` keeps it",
+    )
     parser.add_argument("--max-tokens", type=whole(1), metavar="N")
     parser.add_argument("--stop", type=utf8, action="append", default=[], metavar="TEXT")
     parser.add_argument("--temperature", type=float, help="default: 0, greedy")
@@ -64,7 +80,7 @@ def add_asking_flags(parser: argparse.ArgumentParser) -> None:
         metavar="TOKEN=X",
         help="added to the logit of this token id; may be given again for others",
     )
-    kvflags.add_flags(parser)
+    add_engine_flags(parser)
 
 
 def request_of(flags: argparse.Namespace, prompt: pb.Prompt) -> pb.GenerateRequest:
@@ -112,6 +128,16 @@ def answering(flags: argparse.Namespace) -> Iterator[engine_pb2_grpc.EngineStub]
             stack.callback(started.stop)
             started.wait_ready()
         yield stack.enter_context(connect(listen))
+
+
+def said_why(error: EngineAway | grpc.RpcError) -> int:
+    """Say in one line why there is no answer; the exit code."""
+    why = str(error)
+    if isinstance(error, grpc.RpcError):
+        assert isinstance(error, grpc.Call)
+        why = f"{error.code().name}: {error.details()}"
+    sys.stderr.write(f"error: {why}\n")
+    return 1
 
 
 def _leave(number: int, _frame: FrameType | None) -> NoReturn:

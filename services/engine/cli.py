@@ -1,4 +1,4 @@
-"""The command `engine`: serve, generate, chat, demo, bench-kv, quality."""
+"""The command `engine`: serve, generate, chat, warm, demo, bench-kv, quality."""
 
 import argparse
 import os
@@ -6,7 +6,7 @@ import sys
 
 from cachestore import endpoint, logs, settings
 from cachestore.flags import Parser, add_version
-from engine import backend, bench_kv, chat, config, generate, kvflags, quality, serve
+from engine import backend, bench_kv, chat, config, generate, kvflags, quality, serve, warm
 from engine.flags import ConfigError
 
 EXIT_USAGE = 2
@@ -43,6 +43,9 @@ def _parser() -> argparse.ArgumentParser:
     chatting = commands.add_parser("chat", help="talk with a running engine, or start one")
     chat.add_flags(chatting)
     _add_log_level(chatting, "warning")
+    warming = commands.add_parser("warm", help="compute a document, and keep it in the cachestore")
+    warm.add_flags(warming)
+    _add_log_level(warming, "warning")
     _add_demo(commands.add_parser("demo", help="show what the cache does, on a real model"))
     benching = commands.add_parser("bench-kv", help="bytes, error and time of each codec")
     bench_kv.add_flags(benching)

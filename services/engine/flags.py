@@ -1,6 +1,8 @@
 """Values of the engine's flags, as argparse reads them."""
 
 import argparse
+import sys
+from pathlib import Path
 
 from cachestore.flags import Value
 
@@ -39,4 +41,18 @@ def utf8(text: str) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise argparse.ArgumentTypeError("not UTF-8") from None
+    return text
+
+
+def text_of(name: str) -> str:
+    """Reads the text in a file, or for - that on standard input."""
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        text = data.decode()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{name}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise argparse.ArgumentTypeError(f"{name}: not UTF-8") from None
+    if not text:
+        raise argparse.ArgumentTypeError(f"{name}: empty")
     return text

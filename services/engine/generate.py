@@ -6,7 +6,7 @@ import sys
 
 import grpc
 
-from engine.ask import Answer, Reply, add_asking_flags, answering, request_of
+from engine.ask import Answer, Reply, add_asking_flags, answering, request_of, said_why
 from engine.flags import ConfigError, utf8, whole
 from engine.remote import EngineAway
 from engine.v1 import engine_pb2 as pb
@@ -44,12 +44,8 @@ def run(flags: argparse.Namespace) -> int:
                 if not flags.json:
                     print(piece, end="", flush=True)
             answer = reply.answer()
-    except EngineAway as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except grpc.RpcError as error:
-        print(f"error: {error.code().name}: {error.details()}", file=sys.stderr)
-        return 1
+    except (EngineAway, grpc.RpcError) as error:
+        return said_why(error)
     if flags.json:
         told = _as_dict(answer)
         if flags.logprobs is not None:

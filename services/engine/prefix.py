@@ -78,6 +78,14 @@ class PrefixStatus:
     writes_dropped: int
 
 
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """What stays in the store: `record_id` is at the end of a prompt, `nbytes` are all up to it."""
+
+    record_id: int
+    nbytes: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Write:
     """`nbytes`: of what is packed; `found`: under whose lease the rows are computed; `report`: the
@@ -352,6 +360,17 @@ class Prefix:
         with self._lock:
             self._committed += stored
             self._dropped += not stored
+
+    def pin(self, tokens: tuple[int, ...]) -> Pinned:
+        """Keep all of a prompt in the store, until a person unpins it or the store ends. Blocks.
+
+        Raises StoreUnavailable, and StoreRefused when not all of it is held (NOT_FOUND) or too
+        much is pinned (RESOURCE_EXHAUSTED).
+        """
+        assert self._link is not None
+        with self._link.borrow() as client:
+            answer = client.pin_sequence(self._namespace, packed_tokens(tokens))
+        return Pinned(answer.record_id, answer.bytes)
 
     def drain(self) -> None:
         """Wait until the writes and releases given before are done."""

@@ -16,7 +16,7 @@ from typing import NoReturn
 import grpc
 
 from cachestore.client import MatchKind
-from engine import __version__, config
+from engine import __version__, config, pinning
 from engine.account import Account, Accounts, Context
 from engine.checkpoints import UNKNOWN, Boundaries
 from engine.prefix import Prefix
@@ -121,6 +121,9 @@ class EngineService(engine_pb2_grpc.EngineServicer):
 
     async def Warm(self, request: pb.WarmRequest, context: Context) -> pb.WarmResponse:
         with self._account("Warm", request.prompt, context) as account:
+            prefix = (await self._require(context)).prefix
+            if request.pin:
+                await pinning.require(prefix.status, context)
             prompt = await self._encode(request.model, request.prompt, context)
             account.prompt_tokens = len(prompt.tokens)
             try:
@@ -136,6 +139,9 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                             usage=_usage(event.usage),
                             timing=_timing(event.timing),
                             stored_tokens=event.stored_tokens,
+                            pinned=await pinning.keep(prefix, tokens, context)
+                            if request.pin
+                            else None,
                         )
         raise AssertionError("a request ended without Done or Failed")
 

@@ -88,7 +88,7 @@ class PromptEncoder:
     ) -> int:
         """How many tokens these messages begin with as well, 0 when the template refuses them."""
         try:
-            return _common(self._render(messages, generation_prompt), tokens)
+            return common(self._render(messages, generation_prompt), tokens)
         except Exception:
             return 0
 
@@ -113,7 +113,7 @@ class PromptEncoder:
         return list(ids)
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def common(one: Sequence[int], other: Sequence[int]) -> int:
     """Tokens that both begin with."""
     shorter = min(len(one), len(other))
     unequal = np.flatnonzero(np.asarray(one[:shorter]) != np.asarray(other[:shorter]))

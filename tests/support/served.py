@@ -13,7 +13,7 @@ from engine.v1 import engine_pb2 as pb
 from engine.v1 import engine_pb2_grpc
 from tests.support.daemons import Cachestore, short_directory, start_cachestore
 from tests.support.engines import EngineDaemon, connect, ids, start_engine
-from tests.support.models import save_tiny_model
+from tests.support.models import Config, save_tiny_model
 from tests.support.waiting import until
 
 LONG_REPLY = 1900
@@ -46,12 +46,12 @@ class Served:
 
 
 @contextlib.contextmanager
-def serve() -> Iterator[Served]:
+def serve(config: Config | None = None, budget: str = "64MiB") -> Iterator[Served]:
     """An engine of a tiny model, whose store holds rows without loss and is in use already."""
     with short_directory() as directory:
-        model = save_tiny_model(directory / "model")
+        model = save_tiny_model(directory / "model", config)
         with (
-            start_cachestore(directory) as store,
+            start_cachestore(directory, budget=budget) as store,
             start_engine(
                 directory, model, "--cachestore", f"unix:{store.socket}", "--cache-codec", "none"
             ) as engine,
