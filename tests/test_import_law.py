@@ -10,7 +10,7 @@ import pytest
 SERVICES = Path(__file__).resolve().parent.parent / "services"
 # What of the cachestore the engine may use: contracts, not the daemon's inside.
 OPEN_TO_ENGINE = {
-    *("budget", "client", "endpoint", "flags", "record", "v1"),
+    *("budget", "client", "doctor", "endpoint", "flags", "record", "v1"),
     *("health", "logs", "notify", "serve", "settings", "variables"),
 }
 

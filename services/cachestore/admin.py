@@ -18,6 +18,7 @@ from cachestore import listing, top
 from cachestore.budget import size_text
 from cachestore.client import Client, StoreRefused, StoreUnavailable
 from cachestore.deploy import command as service
+from cachestore.doctor import command as doctor
 from cachestore.endpoint import EndpointError
 from cachestore.flags import Parser, add_version, cachestore_socket, seconds
 from cachestore.record import RecordError
@@ -245,6 +246,7 @@ def _parser() -> Parser:
     )
     live.add_argument("--once", action="store_true", help="print it once, as in a pipe")
     live.set_defaults(run=_asking(_top))
+    doctor.add_flags(commands.add_parser("doctor", help="say what is wrong with a set-up"))
     health = commands.add_parser("health", help="exit code 0 when the daemon serves")
     health.set_defaults(run=_asking(_health))
     _add_contents(commands)

@@ -55,7 +55,7 @@ def runtime_dir() -> Path:
 
 
 def runtime_path() -> Path:
-    """Where `runtime_dir` is, or will be."""
+    """Where that directory is, or would be."""
     chosen = os.environ.get(variables.RUNTIME_DIR)
     if chosen:
         return Path(os.path.abspath(chosen))
@@ -100,6 +100,11 @@ def socket_path(text: str | Path, *, flag: str, suffix: str = "") -> Path:
 def session_path(path: Path) -> Path:
     """The session socket that lies next to the gRPC socket `path`."""
     return path.with_name(path.name + SESSION_SUFFIX)
+
+
+def lock_path(path: Path) -> Path:
+    """The lock of the socket `path`."""
+    return path.with_name(path.name + ".lock")
 
 
 def grpc_target(path: Path) -> str:

@@ -22,6 +22,11 @@ WHEELS = {"cpu": "mlx-cpu", "cuda12": "mlx-cuda-12", "cuda13": "mlx-cuda-13"}
 # The names of Debian and Fedora (threads, OpenMP). 64-bit-integer builds have another ABI.
 OPENBLAS_NAMES = ("libopenblasp.so.0", "libopenblas.so.0", "libopenblaso.so.0", "libopenblas.so")
 
+OPENBLAS_MISSING = (
+    "OpenBLAS was not found: MLX's own BLAS multiplies matrices about 70 times slower"
+)
+OPENBLAS_ADVICE = "On Debian and Ubuntu: apt install libopenblas0-pthread"
+
 CPU_CACHE_BYTES = 2 << 30
 METAL_CACHE_BYTES_MAX = 2 << 30
 
@@ -55,8 +60,9 @@ def prepare() -> None:
     assert "mlx.core" not in sys.modules, "prepare() must run before the first import of mlx.core"
     if sys.platform == "darwin":
         return
-    if _installed_wheel() == WHEELS["cpu"]:
-        _load_openblas()
+    if installed_wheel() == WHEELS["cpu"]:
+        if find_openblas() is None:
+            log.warning("%s. %s", OPENBLAS_MISSING, OPENBLAS_ADVICE)
     else:
         # A cache is written to in place only when no kernel that reads it is still on its way.
         # MLX lets the host run ahead by whole steps on large cards, and then copies it instead.
@@ -121,7 +127,9 @@ def apply_memory_limits(limits: MemoryLimits) -> None:
     mx.set_wired_limit(limits.wired_bytes)
 
 
-def _installed_wheel() -> str:
+def installed_wheel() -> str:
+    """The backend of MLX on Linux. Raises BackendError unless it is exactly one, and whole; the
+    message says what is wrong, a colon, and what to do."""
     found = [wheel for wheel in WHEELS.values() if _version(wheel)]
     if not found:
         raise BackendError(
@@ -147,6 +155,15 @@ def _installed_wheel() -> str:
     return wheel
 
 
+def has_driver() -> bool:
+    """Whether NVIDIA's library is there, which the CUDA backends need."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
 def _version(distribution: str) -> str | None:
     try:
         return metadata.version(distribution)
@@ -154,14 +171,12 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _load_openblas() -> None:
+def find_openblas() -> str | None:
+    """The name under which it was found, and is loaded now."""
     for name in OPENBLAS_NAMES:
         try:
             ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
         except OSError:
             continue
-        return
-    log.warning(
-        "OpenBLAS was not found: MLX's own BLAS multiplies matrices about 70 times slower. "
-        "On Debian and Ubuntu: apt install libopenblas0-pthread"
-    )
+        return name
+    return None

@@ -1,4 +1,4 @@
-"""The command `engine`: serve, generate, chat, warm, demo, bench-kv, quality."""
+"""The command `engine`: serve, generate, chat, warm, demo, doctor, bench-kv, quality."""
 
 import argparse
 import os
@@ -6,7 +6,7 @@ import sys
 
 from cachestore import endpoint, logs, settings
 from cachestore.flags import Parser, add_version
-from engine import backend, bench_kv, chat, config, generate, kvflags, quality, serve, warm
+from engine import backend, bench_kv, chat, config, doctor, generate, kvflags, quality, serve, warm
 from engine.flags import ConfigError
 
 EXIT_USAGE = 2
@@ -47,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     warm.add_flags(warming)
     _add_log_level(warming, "warning")
     _add_demo(commands.add_parser("demo", help="show what the cache does, on a real model"))
+    doctor.add_flags(commands.add_parser("doctor", help="say what is wrong with this set-up"))
     benching = commands.add_parser("bench-kv", help="bytes, error and time of each codec")
     bench_kv.add_flags(benching)
     _add_log_level(benching, "warning")

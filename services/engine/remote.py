@@ -33,10 +33,17 @@ class EngineAway(Exception):
 
 
 @contextlib.contextmanager
+def channel(listen: config.Listen) -> Iterator[grpc.Channel]:
+    """To the engine at this address. Nothing is sent yet."""
+    with grpc.insecure_channel(listen.target, _OPTIONS) as opened:
+        yield opened
+
+
+@contextlib.contextmanager
 def connect(listen: config.Listen) -> Iterator[engine_pb2_grpc.EngineStub]:
     """A stub for the engine at this address. Nothing is sent yet."""
-    with grpc.insecure_channel(listen.target, _OPTIONS) as channel:
-        yield engine_pb2_grpc.EngineStub(channel)
+    with channel(listen) as opened:
+        yield engine_pb2_grpc.EngineStub(opened)
 
 
 def model_of(listen: config.Listen, timeout_seconds: float = 5.0) -> pb.GetModelResponse | None:

@@ -1,0 +1,156 @@
+"""What the checks go by, gathered once. Nothing is changed, and nothing waits for long."""
+
+import contextlib
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from cachestore import endpoint, serve, shm
+from cachestore.budget import default_budget_bytes, physical_memory_bytes
+from cachestore.client import Client, StoreRefused, StoreUnavailable
+from cachestore.doctor.finding import EngineReport, Finding, settings_of
+from cachestore.doctor.places import Meeting, meeting
+
+STORE_SECONDS = 3.0
+# Longer than the engine's doctor gives an engine that hangs.
+ENGINE_SECONDS = 30.0
+# -P: what lies in the working directory is data.
+_ENGINE = (sys.executable, "-P", "-m", "engine", "doctor", "--json")
+
+
+@dataclass(frozen=True, slots=True)
+class RunningStore:
+    """A cachestore that answers. `descriptors`: its own limit, where the system tells."""
+
+    pid: int
+    version: str
+    serving: bool
+    sessions: int
+    bytes_budget: int
+    slab_failures: int
+    check_failures: int
+    descriptors: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """And who asks. `shm_bytes`: of the file system that slabs are in, None where they are in
+    none; `descriptors`: the limit that a daemon gets that is started from here."""
+
+    uid: int
+    memory_bytes: int
+    descriptors: int
+    shm_problem: str
+    shm_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """`settings` are findings about those of the cachestore; `budget_bytes`: of the one that runs,
+    or of one that would be started."""
+
+    version: str
+    machine: Machine
+    settings: tuple[Finding, ...]
+    budget_bytes: int
+    meeting: Meeting
+    store: RunningStore | None
+    engine: EngineReport
+
+
+def gather(socket: Path | None, engine_words: Sequence[str] = ()) -> Facts:
+    """Of the daemon at `socket`, or the user's own; `engine_words`: flags of `engine doctor`."""
+    set_up, problems = settings_of(lambda: serve.settings_without_flags(None))
+    budget = default_budget_bytes(physical_memory_bytes())
+    if set_up is not None:
+        socket, budget = socket or set_up.socket, set_up.budget
+    path = Path(os.path.abspath(socket or endpoint.runtime_path() / "cachestore.sock"))
+    store, why_not = _store(path)
+    return Facts(
+        version=version("mlx-cachestore"),
+        machine=_machine(),
+        settings=problems,
+        budget_bytes=store.bytes_budget if store is not None else budget,
+        meeting=meeting("cachestore", [path, endpoint.session_path(path)], why_not),
+        store=store,
+        engine=_engine(engine_words),
+    )
+
+
+def _store(path: Path) -> tuple[RunningStore | None, str]:
+    try:
+        with Client.connect(path, role="admin", timeout_seconds=STORE_SECONDS) as client:
+            stats = client.stats()
+            serving = client.health()
+    except (StoreUnavailable, StoreRefused) as error:
+        return None, str(error)
+    found = RunningStore(
+        pid=stats.pid,
+        version=stats.version,
+        serving=serving,
+        sessions=stats.sessions,
+        bytes_budget=stats.bytes_budget,
+        slab_failures=stats.slab_failures,
+        check_failures=stats.check_failures,
+        descriptors=_descriptors_of(stats.pid),
+    )
+    return found, ""
+
+
+def _machine() -> Machine:
+    problem, size = "", None
+    try:
+        if shm.way_chosen() == "posix" and sys.platform == "linux":
+            found = os.statvfs("/dev/shm")
+            size = found.f_blocks * found.f_frsize
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    return Machine(
+        uid=os.geteuid(),
+        memory_bytes=physical_memory_bytes(),
+        descriptors=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        shm_problem=problem,
+        shm_bytes=size,
+    )
+
+
+def _descriptors_of(pid: int) -> int | None:
+    """The soft limit of another process: Linux tells it."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path(f"/proc/{pid}/limits").read_text().splitlines():
+            if line.startswith("Max open files"):
+                return int(line.split()[3])
+    return None
+
+
+def _engine(words: Sequence[str]) -> EngineReport:
+    """The engine's checks run in a process of their own: this one never loads MLX."""
+    try:
+        said = subprocess.run(
+            [*_ENGINE, *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=ENGINE_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return _no_report(f"has not ended within {ENGINE_SECONDS:.0f} s")
+    except OSError as error:
+        return _no_report(f"cannot be run: {error}")
+    try:
+        return EngineReport.of_json(json.loads(said.stdout))
+    except (ValueError, KeyError, TypeError):
+        lines = said.stderr.strip().splitlines() or ["it says nothing"]
+        return _no_report(f"failed: {lines[-1]}")
+
+
+def _no_report(problem: str) -> EngineReport:
+    advice = "run it by itself; if it fails there, install mlx-cachestore again"
+    return EngineReport((Finding("engine-doctor", f"`engine doctor` {problem}", advice),), None)
