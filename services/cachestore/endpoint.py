@@ -103,7 +103,7 @@ def session_path(path: Path) -> Path:
 
 
 def lock_path(path: Path) -> Path:
-    """The lock of the socket `path`."""
+    """The lock of the socket `path`; it names its holder's pid."""
     return path.with_name(path.name + ".lock")
 
 
@@ -127,11 +127,6 @@ def check_directory(path: Path, *, flag: str) -> None:
         raise EndpointError(
             f"{flag}: others can write to directory {parent} (mode {found.st_mode & 0o777:o})"
         )
-
-
-def lock_path(path: Path) -> Path:
-    """The lock of the socket `path`; it names its holder's pid."""
-    return path.with_name(path.name + ".lock")
 
 
 class Lock:
