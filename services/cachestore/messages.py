@@ -4,9 +4,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from cachestore.catalog import Entry
+from cachestore.histogram import Histogram
 from cachestore.store import Extent, Match, Reservation, Span
 from cachestore.v1 import cachestore_pb2 as pb
 from cachestore.verify import Progress
+
+
+def histogram(counted: Histogram) -> pb.Histogram:
+    return pb.Histogram(bounds=counted.bounds, counts=counted.counts, sum=counted.sum)
 
 
 def extent(held: Extent) -> pb.Extent:

@@ -10,7 +10,7 @@ from cachestore import messages
 from cachestore.calls import Calls, Context, RowsToCome
 from cachestore.catalog_service import CatalogService
 from cachestore.config import StoreConfig
-from cachestore.latency import Latencies
+from cachestore.histogram import Histogram, doubling
 from cachestore.retirement import Retirement, Slab
 from cachestore.session import SessionServer
 from cachestore.store import Match, NewCheckpoint, Query, Sizes, Store, Target
@@ -18,6 +18,11 @@ from cachestore.v1 import cachestore_pb2 as pb
 from cachestore.validation import require_wait
 
 _Result = TypeVar("_Result")
+
+# From 1 µs to 28 s.
+_LOOKUP_SECONDS = doubling(1e-6, 100, per_doubling=4)
+# Of these classes, in one that is shown.
+_CLASSES_SHOWN = 8
 
 
 class CachestoreService(CatalogService):
@@ -40,7 +45,7 @@ class CachestoreService(CatalogService):
         self._clock = clock
         self._version = version
         self._started = clock()
-        self._latencies = Latencies()
+        self._lookup_seconds = Histogram(_LOOKUP_SECONDS)
 
     @property
     def calls(self) -> int:
@@ -127,18 +132,21 @@ class CachestoreService(CatalogService):
         return pb.AbortResponse()
 
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
-        statistics = await self._calls.run(
-            context, lambda _session, now: self._store.statistics(now), counted=False
-        )
+        return await self._calls.run(context, lambda _session, now: self.stats(now), counted=False)
+
+    def stats(self, now: float) -> pb.StatsResponse:
+        """On the event loop, as everything that touches the store."""
+        seconds = self._lookup_seconds
         answer = pb.StatsResponse(
             version=self._version,
             pid=os.getpid(),
-            uptime_seconds=self._clock() - self._started,
+            uptime_seconds=now - self._started,
             waiting=len(self._calls.waiting),
-            **asdict(statistics),
+            **asdict(self._store.statistics(now)),
         )
-        answer.lookups.seconds_p50 = self._latencies.quantile(0.5)
-        answer.lookups.seconds_p99 = self._latencies.quantile(0.99)
+        answer.lookups.seconds_p50 = seconds.quantile(0.5)
+        answer.lookups.seconds_p99 = seconds.quantile(0.99)
+        answer.lookups.seconds.CopyFrom(messages.histogram(seconds.coarser(_CLASSES_SHOWN)))
         return answer
 
     def _retired(self, context: Context) -> list[int]:
@@ -152,7 +160,7 @@ class CachestoreService(CatalogService):
         def timed(session: int, now: float) -> _Result:
             start = time.perf_counter()
             result = call(session, now)
-            self._latencies.add(time.perf_counter() - start)
+            self._lookup_seconds.add(time.perf_counter() - start)
             return result
 
         return timed

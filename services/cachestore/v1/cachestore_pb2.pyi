@@ -820,6 +820,7 @@ class LookupStats(_message.Message):
     TOKENS_SERVED_FIELD_NUMBER: _builtins.int
     SECONDS_P50_FIELD_NUMBER: _builtins.int
     SECONDS_P99_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
     exact: _builtins.int
     """Lookups that were MATCH_KIND_EXACT."""
     supersequence: _builtins.int
@@ -840,6 +841,10 @@ class LookupStats(_message.Message):
     """
     seconds_p99: _builtins.float
     """As seconds_p50, for 99 of 100."""
+    @_builtins.property
+    def seconds(self) -> Global___Histogram:
+        """What seconds_p50 is taken from, in wider classes."""
+
     def __init__(
         self,
         *,
@@ -852,14 +857,49 @@ class LookupStats(_message.Message):
         tokens_served: _builtins.int = ...,
         seconds_p50: _builtins.float = ...,
         seconds_p99: _builtins.float = ...,
+        seconds: Global___Histogram | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["seconds", b"seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exact", b"exact", "lcp", b"lcp", "miss", b"miss", "prefix", b"prefix", "seconds_p50", b"seconds_p50", "seconds_p99", b"seconds_p99", "supersequence", b"supersequence", "tokens_requested", b"tokens_requested", "tokens_served", b"tokens_served"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exact", b"exact", "lcp", b"lcp", "miss", b"miss", "prefix", b"prefix", "seconds", b"seconds", "seconds_p50", b"seconds_p50", "seconds_p99", b"seconds_p99", "supersequence", b"supersequence", "tokens_requested", b"tokens_requested", "tokens_served", b"tokens_served"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LookupStats: _TypeAlias = LookupStats  # noqa: Y015
+
+@_typing.final
+class Histogram(_message.Message):
+    """How often something took how long, since start. The unit is that of the field."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOUNDS_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    SUM_FIELD_NUMBER: _builtins.int
+    sum: _builtins.float
+    """Of all values."""
+    @_builtins.property
+    def bounds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Upper bounds of the classes, rising. A value on a bound is below it."""
+
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many values lie between each bound and the one before; one more, for those above the last."""
+
+    def __init__(
+        self,
+        *,
+        bounds: _abc.Iterable[_builtins.float] | None = ...,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+        sum: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bounds", b"bounds", "counts", b"counts", "sum", b"sum"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Histogram: _TypeAlias = Histogram  # noqa: Y015
 
 @_typing.final
 class WriteStats(_message.Message):
