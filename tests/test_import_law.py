@@ -10,8 +10,8 @@ import pytest
 SERVICES = Path(__file__).resolve().parent.parent / "services"
 # What of the cachestore the engine may use: contracts, not the daemon's inside.
 OPEN_TO_ENGINE = {
-    *("budget", "client", "doctor", "endpoint", "flags", "record", "v1"),
-    *("health", "logs", "notify", "serve", "settings", "variables"),
+    *("budget", "client", "doctor", "endpoint", "exporter", "flags", "health", "histogram"),
+    *("logs", "notify", "record", "serve", "settings", "v1", "variables"),
 }
 
 

@@ -5,10 +5,13 @@ new one's file when it stops. So a daemon takes the lock of its path before any 
 it for life; whoever holds it may remove what a dead predecessor left.
 """
 
+import contextlib
 import fcntl
+import ipaddress
 import os
 import stat
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
@@ -29,6 +32,38 @@ class EndpointError(ValueError):
 
 class Held(EndpointError):
     """Another live process holds the path."""
+
+
+@dataclass(frozen=True, slots=True)
+class TcpAddress:
+    """An address of the loopback interface. `host` has the brackets of an IPv6 address."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+def tcp_address(text: str, *, or_else: str = "") -> TcpAddress:
+    """Read "HOST:PORT"; raises EndpointError, which tells of `or_else` as another possibility."""
+    host, colon, port = text.rpartition(":")
+    # isdigit alone takes digits of every script.
+    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535
+    if not (colon and host and is_port):
+        raise EndpointError(f"{text!r} is not HOST:PORT{or_else}")
+    loopback = host == "localhost"
+    # Without its brackets gRPC takes the port for a part of an IPv6 address.
+    bracketed = host.startswith("[") and host.endswith("]")
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host[1:-1] if bracketed else host)
+        loopback = address.is_loopback and bracketed == (address.version == 6)
+    if not loopback:
+        raise EndpointError(
+            f"{host} is not a loopback address, and there is no authentication yet: "
+            f"use 127.0.0.1, [::1] or localhost{or_else}"
+        )
+    return TcpAddress(host, int(port))
 
 
 def runtime_dir() -> Path:

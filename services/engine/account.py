@@ -1,10 +1,11 @@
-"""What one request came to: the line in the log, and what others count."""
+"""What one request came to: the line in the log, and what is counted."""
 
 import asyncio
 import contextlib
+import enum
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,30 @@ from engine.v1 import engine_pb2 as pb
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Outcome(enum.Enum):
+    """How a request ended; the fields of Outcomes in the proto."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    WARMED = "warmed"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    INVALID = "invalid"
+    BUSY = "busy"
+    UNAVAILABLE = "unavailable"
+
+
+# Of requests without a reply; any other status is FAILED.
+_OUTCOMES = {
+    grpc.StatusCode.CANCELLED: Outcome.CANCELLED,
+    grpc.StatusCode.DEADLINE_EXCEEDED: Outcome.CANCELLED,
+    grpc.StatusCode.INVALID_ARGUMENT: Outcome.INVALID,
+    grpc.StatusCode.NOT_FOUND: Outcome.INVALID,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Outcome.BUSY,
+    grpc.StatusCode.UNAVAILABLE: Outcome.UNAVAILABLE,
+}
 
 
 @dataclass(slots=True)
@@ -52,6 +77,13 @@ class Account:
             if keep_text:
                 self.reply.append(event.text)
 
+    @property
+    def outcome(self) -> Outcome:
+        """Once it is over."""
+        if self.done is None:
+            return _OUTCOMES.get(self.status, Outcome.FAILED)
+        return Outcome.WARMED if self.method == "Warm" else Outcome(self.done.reason.value)
+
     def usage(self) -> dict[str, object]:
         """Without a Done, as far as it is known: nobody says then what was cached."""
         if self.done is None:
@@ -73,15 +105,15 @@ class Account:
 
 
 class Accounts:
-    """Opens one for each request; logs it, and tells `observe`, when the request is over.
+    """Opens one for each request; logs and counts it when the request is over.
 
     With `prompts` the line has prompt, reply and what the client was told; else nothing of them
     is ever logged.
     """
 
-    def __init__(self, prompts: bool, observe: Callable[[Account], None] = lambda _: None) -> None:
+    def __init__(self, prompts: bool) -> None:
         self.prompts = prompts
-        self._observe = observe
+        self.outcomes = dict.fromkeys(Outcome, 0)
 
     @contextlib.contextmanager
     def of(
@@ -105,7 +137,7 @@ class Accounts:
             raise
         finally:
             account.seconds = time.monotonic() - account.began
-            self._observe(account)
+            self.outcomes[account.outcome] += 1
             logs.event(log, "request", self._fields(account))
 
     def _fields(self, account: Account) -> dict[str, object]:

@@ -214,16 +214,19 @@ class Block:
             for segment in self._segments
         ]
 
-    def copy(self) -> None:
-        """On a helper thread. Afterwards this block holds no view of a record."""
+    def copy(self) -> int:
+        """On a helper thread; returns how many bytes. Afterwards this block holds no view of a
+        record."""
+        copied = 0
         for segment, parts in zip(self._segments, self._landings, strict=True):
             start = 0
             for span in segment.spans:
                 arrays = span.arrays()
                 for landing in parts.values():
-                    landing.copy(arrays, span.rows, start)
+                    copied += landing.copy(arrays, span.rows, start)
                 start += span.source.rows
         self._segments = ()
+        return copied
 
     def decode(self) -> None:
         """On the MLX thread, after `copy`."""
@@ -256,14 +259,17 @@ class _Landing:
         described = zip(self._buffers, self._specs, self._shapes, strict=True)
         self._views = [host_view(buffer, spec, shape) for buffer, spec, shape in described]
 
-    def copy(self, arrays: Sequence[npt.NDArray[Any]], rows: slice, start: int) -> None:
-        """Copies rows of a record's arrays to rows [start, ...)."""
+    def copy(self, arrays: Sequence[npt.NDArray[Any]], rows: slice, start: int) -> int:
+        """Copies rows of a record's arrays to rows [start, ...); returns how many bytes."""
+        copied = 0
         to = slice(start, start + rows.stop - rows.start)
         held = arrays[self._place : self._place + len(self._specs)]
         for array, spec, view in zip(held, self._specs, self._views, strict=True):
             # A checkpoint stores as one row what are several.
             source = array.reshape(*array.shape[:2], -1, spec.width)
             np.copyto(view[:, :, to], source[self._layers, :, rows])
+            copied += view[:, :, to].nbytes
+        return copied
 
     def decode(self) -> list[tuple[mx.array, ...]]:
         """For each layer the arrays (1, heads, rows, ...) of its live cache, lazy."""

@@ -1,11 +1,11 @@
 """Settings of the engine, and every limit it enforces. Flags are made from this in cli.py."""
 
-import contextlib
-import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cachestore import endpoint
+from cachestore.endpoint import TcpAddress
+from cachestore.histogram import doubling
 from engine.flags import ConfigError
 from engine.kvconfig import KvConfig
 
@@ -48,6 +48,11 @@ CHECKPOINT_STRIDE_DEFAULT = 2048
 CHECKPOINT_STRIDE_MIN = 256
 # What the cachestore takes as the name of a namespace.
 LABEL_BYTES_MAX = 256
+
+# Classes of what Stats counts. A step of mixed length is between two tokens of a reply.
+REQUEST_SECONDS = doubling(0.001, 20)
+TOKEN_SECONDS = doubling(0.001, 28, per_doubling=2)
+BATCH_REQUESTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 # Packed rows that wait for the cachestore; a write beyond this is dropped and counted.
 WRITE_BACKLOG_BYTES_MAX = 1 << 30
@@ -100,22 +105,10 @@ def parse_listen(text: str, flag: str = "--listen") -> Listen:
         except endpoint.EndpointError as error:
             raise ConfigError(str(error)) from None
         return Listen(path, None)
-    host, colon, port = text.rpartition(":")
-    # isdigit alone takes digits of every script.
-    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535
-    if not (colon and host and is_port):
-        raise ConfigError(f"{flag}: {text!r} is neither unix:PATH nor HOST:PORT")
-    loopback = host == "localhost"
-    # Without its brackets gRPC takes the port for a part of an IPv6 address.
-    bracketed = host.startswith("[") and host.endswith("]")
-    with contextlib.suppress(ValueError):
-        address = ipaddress.ip_address(host[1:-1] if bracketed else host)
-        loopback = address.is_loopback and bracketed == (address.version == 6)
-    if not loopback:
-        raise ConfigError(
-            f"{flag}: {host} is not a loopback address, and there is no authentication yet: "
-            "use 127.0.0.1, [::1], localhost or unix:PATH"
-        )
+    try:
+        endpoint.tcp_address(text, or_else=" or unix:PATH")
+    except endpoint.EndpointError as error:
+        raise ConfigError(f"{flag}: {error}") from None
     return Listen(None, text)
 
 
@@ -147,6 +140,7 @@ class EngineConfig:
     stall_seconds: float = STALL_SECONDS_DEFAULT
     reflection: bool = False
     log_prompts: bool = False
+    metrics: TcpAddress | None = None
     kv: KvConfig = field(default_factory=KvConfig)
 
     def __post_init__(self) -> None:

@@ -249,10 +249,12 @@ class Core:
             row.request.tokens, caches, row.cached, row.sampler, row.penalizer, stops
         )
         self._by_uid[row.uid] = row
-        self.counters.cached_tokens += row.cached
+        self.counters.begun(row)
 
     def _take(self, result: StepResult) -> None:
         self.counters.prefilled_tokens += result.computed
+        self.counters.batch_requests.add(len(self._by_uid))
+        now = self.clock()
         logprobs = self._read_logprobs(result)
         for token in result.tokens:
             row = self._by_uid[token.uid]
@@ -261,8 +263,8 @@ class Core:
             if self.observe is not None:
                 self.observe(row.id, token)
             if not row.first_token_sent:
-                row.first_token_sent = True
-                row.watch.enter(Stage.DECODE, self.clock())
+                row.watch.enter(Stage.DECODE, now)
+            self.counters.replied(row, now)
             if row.request.warm:
                 row.state = State.LEAVING
             else:

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from engine.link import StoreLink
 from engine.pack import PackedCheckpoint, PackedRows
 from engine.request import Request
 from engine.storing import Destination, PathLost, Tail, packed_tokens
+from engine.transfers import NOTHING, Transfers
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +78,8 @@ class PrefixStatus:
     connected: bool
     writes_committed: int
     writes_dropped: int
+    attached: Transfers = NOTHING
+    stored: Transfers = NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +129,7 @@ class Prefix:
         self._pending: dict[_Write, Future[None]] = {}
         self._committed = 0
         self._dropped = 0
+        self._attached = self._stored = NOTHING
 
     def identify(self, namespace: bytes) -> None:
         """Begin to use the store: the content of the weights is known now. Any thread."""
@@ -139,6 +144,8 @@ class Prefix:
             connected=self._link is not None and self._link.connected,
             writes_committed=self._committed,
             writes_dropped=self._dropped,
+            attached=self._attached,
+            stored=self._stored,
         )
 
     @property
@@ -274,8 +281,11 @@ class Prefix:
 
     def _copy(self, request_id: int, found: Found, block: Block, last: bool) -> None:
         valid = False
+        began = time.monotonic()
         try:
-            block.copy()
+            copied = block.copy()
+            with self._lock:
+                self._attached = self._attached.plus(copied, time.monotonic() - began)
             valid = not last or found.client.renew([found.lease.id]) == [True]
         except (StoreUnavailable, StoreRefused) as error:
             log.debug("renewal failed: %s", error)
@@ -333,8 +343,10 @@ class Prefix:
 
     def _write(self, write: _Write) -> None:
         stored = False
+        began = time.monotonic()
         try:
-            self._store(write.tail)
+            nbytes = self._store(write.tail)
+            self._stored = self._stored.plus(nbytes, time.monotonic() - began)
             stored = True
         except (StoreUnavailable, StoreRefused, PathLost) as error:
             log.info("rows not stored: %s", error)
@@ -351,10 +363,11 @@ class Prefix:
             held = len(write.tail.tokens) if stored else write.tail.rows[0].first_token
             self._post(lambda core: core.stored(request_id, held))
 
-    def _store(self, tail: Tail) -> None:
+    def _store(self, tail: Tail) -> int:
         assert self._link is not None
         with self._link.borrow() as client:
-            Destination(client, self._namespace, self._label, self.checkpointed).store(tail)
+            where = Destination(client, self._namespace, self._label, self.checkpointed)
+            return where.store(tail)
 
     def _count_write(self, stored: bool) -> None:
         with self._lock:

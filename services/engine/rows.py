@@ -1,16 +1,19 @@
 """What the core keeps of each request, and counts of all."""
 
 import enum
+from collections import Counter
 from dataclasses import dataclass, field
 
 from cachestore.client import MatchKind
+from cachestore.histogram import Histogram
+from engine import config
 from engine.output import Output
 from engine.pack import PackedCheckpoint, PackedRows
 from engine.penalties import Penalizer
 from engine.prefix import Found
 from engine.request import Done, FinishReason, Request, Sink, Usage
 from engine.sampling import Sampler
-from engine.stopwatch import Stopwatch
+from engine.stopwatch import Stage, Stopwatch
 
 
 class State(enum.Enum):
@@ -62,7 +65,12 @@ class Row:
     path_rows: int = 0
     # Rows that a leaving row has to store; later ones in the batch mean nothing.
     rows_final: int | None = None
-    first_token_sent: bool = False
+    # When it had its latest token.
+    replied_at: float | None = None
+
+    @property
+    def first_token_sent(self) -> bool:
+        return self.replied_at is not None
 
     @property
     def is_over(self) -> bool:
@@ -97,13 +105,43 @@ class Row:
 
 @dataclass(slots=True)
 class Counters:
+    """Since start. `matches` are requests, and `matched_tokens` what was cached of them, by what
+    the cachestore had."""
+
     finished: int = 0
     cancelled: int = 0
     failed: int = 0
     prompt_tokens: int = 0
-    cached_tokens: int = 0
     prefilled_tokens: int = 0
     completion_tokens: int = 0
+    matches: Counter[MatchKind | None] = field(default_factory=Counter)
+    matched_tokens: Counter[MatchKind | None] = field(default_factory=Counter)
+    queue_seconds: Histogram = field(default_factory=lambda: Histogram(config.REQUEST_SECONDS))
+    first_token_seconds: Histogram = field(
+        default_factory=lambda: Histogram(config.REQUEST_SECONDS)
+    )
+    next_token_seconds: Histogram = field(default_factory=lambda: Histogram(config.TOKEN_SECONDS))
+    batch_requests: Histogram = field(default_factory=lambda: Histogram(config.BATCH_REQUESTS))
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.matched_tokens.total()
+
+    def begun(self, row: Row) -> None:
+        """It is in the batch, with what was cached of it."""
+        self.matches[row.match] += 1
+        self.matched_tokens[row.match] += row.cached
+
+    def replied(self, row: Row, now: float) -> None:
+        """The row has its next token."""
+        if row.replied_at is None:
+            seconds = row.watch.seconds
+            self.queue_seconds.add(seconds[Stage.QUEUE])
+            if not row.request.warm:
+                self.first_token_seconds.add(sum(seconds.values()))
+        else:
+            self.next_token_seconds.add(now - row.replied_at)
+        row.replied_at = now
 
 
 @dataclass(frozen=True, slots=True)

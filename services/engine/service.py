@@ -6,7 +6,6 @@ No MLX here. Encoding runs on a thread of its own: a long prompt must not stall 
 import asyncio
 import contextlib
 import itertools
-import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from typing import NoReturn
 import grpc
 
 from cachestore.client import MatchKind
-from engine import __version__, config, pinning
+from engine import config, pinning, stats
 from engine.account import Account, Accounts, Context
 from engine.checkpoints import UNKNOWN, Boundaries
 from engine.prefix import Prefix
@@ -39,7 +38,7 @@ from engine.request import (
 from engine.tokenizer import PromptEncoder
 from engine.v1 import engine_pb2 as pb
 from engine.v1 import engine_pb2_grpc
-from engine.worker import Worker, WorkerOver
+from engine.worker import Snapshot, Worker, WorkerOver
 
 _MATCHES = {
     MatchKind.EXACT: pb.CACHE_MATCH_EXACT,
@@ -150,8 +149,21 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         return pb.TokenizeResponse(token_ids=prompt.tokens)
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
-        opened = await self._require(context)
-        served, prefix = opened.served, opened.prefix.status
+        await self._require(context)
+        return self.model()
+
+    async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
+        await self._require(context)
+        try:
+            snapshot = await asyncio.wrap_future(self._worker.snapshot())
+        except WorkerOver as over:
+            await context.abort(over.failed.code, over.failed.message)
+        return self.stats(snapshot)
+
+    def model(self) -> pb.GetModelResponse:
+        """Once it is open."""
+        assert self._opened is not None
+        served, prefix = self._opened.served, self._opened.prefix.status
         return pb.GetModelResponse(
             name=served.name,
             architecture=served.architecture,
@@ -166,33 +178,12 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             namespace=prefix.namespace,
         )
 
-    async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
-        opened = await self._require(context)
-        try:
-            snapshot = await asyncio.wrap_future(self._worker.snapshot())
-        except WorkerOver as over:
-            await context.abort(over.failed.code, over.failed.message)
-        occupancy, counters, prefix = snapshot.occupancy, snapshot.counters, opened.prefix.status
-        return pb.StatsResponse(
-            version=__version__,
-            pid=os.getpid(),
-            uptime_seconds=time.monotonic() - self._started,
-            queued=occupancy.queued,
-            prefilling=occupancy.prefilling,
-            decoding=occupancy.decoding,
-            finished=counters.finished,
-            cancelled=counters.cancelled,
-            failed=counters.failed,
-            prompt_tokens=counters.prompt_tokens,
-            cached_tokens=counters.cached_tokens,
-            prefilled_tokens=counters.prefilled_tokens,
-            completion_tokens=counters.completion_tokens,
-            cachestore_connected=prefix.connected,
-            writes_committed=prefix.writes_committed,
-            writes_dropped=prefix.writes_dropped,
-            mlx_active_bytes=snapshot.active_bytes,
-            mlx_peak_bytes=snapshot.peak_bytes,
-        )
+    def stats(self, snapshot: Snapshot) -> pb.StatsResponse:
+        """Once it is open. Any thread."""
+        assert self._opened is not None
+        uptime_seconds = time.monotonic() - self._started
+        prefix = self._opened.prefix.status
+        return stats.response(snapshot, prefix, self._accounts.outcomes, uptime_seconds)
 
     async def drain(self) -> None:
         """Refuse new requests; wait for the running ones."""

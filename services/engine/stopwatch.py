@@ -1,6 +1,7 @@
 """Where the time of a request went."""
 
 import enum
+from collections.abc import Mapping
 
 from engine.request import Timing
 
@@ -26,6 +27,11 @@ class Stopwatch:
         assert now >= self._since
         self._seconds[self._stage] += now - self._since
         self._stage, self._since = stage, now
+
+    @property
+    def seconds(self) -> Mapping[Stage, float]:
+        """Of each stage, up to the last `enter`."""
+        return self._seconds
 
     def timing(self, now: float) -> Timing:
         """The stages so far, the present one included."""

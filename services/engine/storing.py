@@ -44,6 +44,14 @@ class Tail:
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """What one reservation came to: the first `end` tokens are held, `nbytes` were written."""
+
+    end: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Destination:
     """A namespace of a store, and what people call it."""
 
@@ -52,34 +60,38 @@ class Destination:
     label: str
     checkpointed: bool
 
-    def store(self, tail: Tail) -> None:
+    def store(self, tail: Tail) -> int:
         """All of it or, when the store has no room for so much, the deepest checkpoint and the
-        rows up to it. StoreUnavailable, StoreRefused and PathLost."""
+        rows up to it; returns how many bytes. StoreUnavailable, StoreRefused and PathLost."""
         try:
-            self._store(tail)
+            return self._store(tail)
         except StoreRefused as refusal:
             full = refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
             if not full or len(tail.checkpoints) < 2:
                 raise
             deepest = tail.checkpoints[-1]
             tokens = tail.tokens[: deepest.position]
-            self._store(replace(tail, tokens=tokens, checkpoints=(deepest,)))
+            return self._store(replace(tail, tokens=tokens, checkpoints=(deepest,)))
 
-    def _store(self, tail: Tail) -> None:
+    def _store(self, tail: Tail) -> int:
         """One codec after the other: records have one, and a reservation the sizes of one."""
+        nbytes = 0
         for run in pack.runs(tail.rows):
             if run[0].first_token >= len(tail.tokens):
-                return
+                break
             end = min(run[-1].end, len(tail.tokens))
             held = 0
-            while (stored := self._store_some(tail, run, end)) < end:
-                if stored <= held:
+            while held < end:
+                stored = self._store_some(tail, run, end)
+                if stored.end <= held:
                     raise PathLost("rows leave before the rest of their path follows")
-                held = stored
+                held = stored.end
+                nbytes += stored.nbytes
+        return nbytes
 
-    def _store_some(self, tail: Tail, run: Sequence[PackedRows], end: int) -> int:
+    def _store_some(self, tail: Tail, run: Sequence[PackedRows], end: int) -> Stored:
         """Write as much as one reservation takes of the first `end` tokens, for which there are
-        rows of one codec; returns how many are held then."""
+        rows of one codec."""
         tokens = packed_tokens(tail.tokens[:end])
         first = run[0].first_token
         among = [each for each in tail.checkpoints if first < each.position <= end]
@@ -105,7 +117,7 @@ class Destination:
             self.client.abort(reservation.id)
             raise
         self.client.commit(reservation.id, rows, states)
-        return reservation.end
+        return Stored(reservation.end, sum(rows) + sum(states))
 
     def _write_rows(
         self, reservation: Reservation, tokens: bytes, packed: Sequence[PackedRows]

@@ -4,6 +4,7 @@ Other threads leave messages in the inbox; the worker drains it between steps. I
 of anything, every caller gets a status first, and `ended` tells the server to exit non-zero.
 """
 
+import copy
 import dataclasses
 import logging
 import queue
@@ -40,13 +41,14 @@ class WorkerOver(RuntimeError):
 class Snapshot:
     """`rows`: requests that the core knows, those included whose reply is over and whose rows are
     not packed yet. `active_bytes` and `peak_bytes`: what MLX holds in arrays, and the most it ever
-    held."""
+    held; `cache_bytes`: what it keeps of others for the next ones."""
 
     rows: int
     occupancy: Occupancy
     counters: Counters
     active_bytes: int
     peak_bytes: int
+    cache_bytes: int
 
 
 class Worker:
@@ -213,7 +215,8 @@ def _snapshot(core: Core) -> Snapshot:
     return Snapshot(
         len(core),
         core.occupancy(),
-        dataclasses.replace(core.counters),
+        copy.deepcopy(core.counters),
         mx.get_active_memory(),
         mx.get_peak_memory(),
+        mx.get_cache_memory(),
     )

@@ -10,7 +10,7 @@ import pytest
 
 from cachestore.client import Client, Reservation, StoreRefused
 from engine.config import CHECKPOINT_STRIDE_MIN
-from engine.storing import Destination
+from engine.storing import Destination, Stored
 from tests.support.daemons import Cachestore, short_directory, start_cachestore
 from tests.support.engines import InProcess, in_process
 from tests.support.models import qwen3_next_config, save_tiny_model
@@ -97,7 +97,7 @@ def test_a_write_whose_rows_leave_again_is_dropped_and_no_other(
     tokens = list(range(60))
     with in_process(save_tiny_model(tmp_path / "model"), store.socket) as engine:
         with monkeypatch.context() as evicted:
-            evicted.setattr(Destination, "_store_some", lambda *_: 0)
+            evicted.setattr(Destination, "_store_some", lambda *_: Stored(0, 0))
             engine.ask(tokens, max_tokens=1)
             engine.settle()
         assert engine.prefix.status.writes_dropped == 1

@@ -870,6 +870,16 @@ class StatsResponse(_message.Message):
     WRITES_DROPPED_FIELD_NUMBER: _builtins.int
     MLX_ACTIVE_BYTES_FIELD_NUMBER: _builtins.int
     MLX_PEAK_BYTES_FIELD_NUMBER: _builtins.int
+    MLX_CACHE_BYTES_FIELD_NUMBER: _builtins.int
+    OUTCOMES_FIELD_NUMBER: _builtins.int
+    MATCHES_FIELD_NUMBER: _builtins.int
+    MATCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    ATTACHED_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
+    NEXT_TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
+    BATCH_REQUESTS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of mlx-cachestore."""
     pid: _builtins.int
@@ -908,6 +918,44 @@ class StatsResponse(_message.Message):
     """Bytes that MLX holds in arrays now."""
     mlx_peak_bytes: _builtins.int
     """The most bytes that MLX ever held in arrays."""
+    mlx_cache_bytes: _builtins.int
+    """Bytes that MLX keeps of arrays that are gone, for the next ones."""
+    @_builtins.property
+    def outcomes(self) -> Global___Outcomes:
+        """Requests by how they ended, since start."""
+
+    @_builtins.property
+    def matches(self) -> Global___MatchCounts:
+        """Requests by what the cachestore had of their prompt, since start."""
+
+    @_builtins.property
+    def matched_tokens(self) -> Global___MatchCounts:
+        """cached_tokens by kind of match."""
+
+    @_builtins.property
+    def attached(self) -> Global___Transfers:
+        """Out of the cachestore into live caches, since start."""
+
+    @_builtins.property
+    def stored(self) -> Global___Transfers:
+        """Of writes_committed."""
+
+    @_builtins.property
+    def queue_seconds(self) -> Global___Histogram:
+        """Seconds that requests waited for a place in the batch, lookup and copy aside."""
+
+    @_builtins.property
+    def first_token_seconds(self) -> Global___Histogram:
+        """Seconds from a Generate's arrival at the worker to its first token."""
+
+    @_builtins.property
+    def next_token_seconds(self) -> Global___Histogram:
+        """Seconds from each token of a reply to the next one."""
+
+    @_builtins.property
+    def batch_requests(self) -> Global___Histogram:
+        """Requests in the batch at each step."""
+
     def __init__(
         self,
         *,
@@ -929,11 +977,173 @@ class StatsResponse(_message.Message):
         writes_dropped: _builtins.int = ...,
         mlx_active_bytes: _builtins.int = ...,
         mlx_peak_bytes: _builtins.int = ...,
+        mlx_cache_bytes: _builtins.int = ...,
+        outcomes: Global___Outcomes | None = ...,
+        matches: Global___MatchCounts | None = ...,
+        matched_tokens: Global___MatchCounts | None = ...,
+        attached: Global___Transfers | None = ...,
+        stored: Global___Transfers | None = ...,
+        queue_seconds: Global___Histogram | None = ...,
+        first_token_seconds: Global___Histogram | None = ...,
+        next_token_seconds: Global___Histogram | None = ...,
+        batch_requests: Global___Histogram | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "batch_requests", b"batch_requests", "first_token_seconds", b"first_token_seconds", "matched_tokens", b"matched_tokens", "matches", b"matches", "next_token_seconds", b"next_token_seconds", "outcomes", b"outcomes", "queue_seconds", b"queue_seconds", "stored", b"stored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "cachestore_connected", b"cachestore_connected", "cancelled", b"cancelled", "completion_tokens", b"completion_tokens", "decoding", b"decoding", "failed", b"failed", "finished", b"finished", "mlx_active_bytes", b"mlx_active_bytes", "mlx_peak_bytes", b"mlx_peak_bytes", "pid", b"pid", "prefilled_tokens", b"prefilled_tokens", "prefilling", b"prefilling", "prompt_tokens", b"prompt_tokens", "queued", b"queued", "uptime_seconds", b"uptime_seconds", "version", b"version", "writes_committed", b"writes_committed", "writes_dropped", b"writes_dropped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "batch_requests", b"batch_requests", "cached_tokens", b"cached_tokens", "cachestore_connected", b"cachestore_connected", "cancelled", b"cancelled", "completion_tokens", b"completion_tokens", "decoding", b"decoding", "failed", b"failed", "finished", b"finished", "first_token_seconds", b"first_token_seconds", "matched_tokens", b"matched_tokens", "matches", b"matches", "mlx_active_bytes", b"mlx_active_bytes", "mlx_cache_bytes", b"mlx_cache_bytes", "mlx_peak_bytes", b"mlx_peak_bytes", "next_token_seconds", b"next_token_seconds", "outcomes", b"outcomes", "pid", b"pid", "prefilled_tokens", b"prefilled_tokens", "prefilling", b"prefilling", "prompt_tokens", b"prompt_tokens", "queue_seconds", b"queue_seconds", "queued", b"queued", "stored", b"stored", "uptime_seconds", b"uptime_seconds", "version", b"version", "writes_committed", b"writes_committed", "writes_dropped", b"writes_dropped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatsResponse: _TypeAlias = StatsResponse  # noqa: Y015
+
+@_typing.final
+class Outcomes(_message.Message):
+    """How requests ended. Each Generate or Warm is one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STOP_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    WARMED_FIELD_NUMBER: _builtins.int
+    CANCELLED_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    INVALID_FIELD_NUMBER: _builtins.int
+    BUSY_FIELD_NUMBER: _builtins.int
+    UNAVAILABLE_FIELD_NUMBER: _builtins.int
+    stop: _builtins.int
+    """Replies that ended with FINISH_REASON_STOP."""
+    length: _builtins.int
+    """Replies that ended with FINISH_REASON_LENGTH."""
+    warmed: _builtins.int
+    """Warms that were answered."""
+    cancelled: _builtins.int
+    """Ended by their client, or its deadline."""
+    failed: _builtins.int
+    """Ended with another status than OK."""
+    invalid: _builtins.int
+    """Refused: what they ask for cannot be had (INVALID_ARGUMENT, NOT_FOUND)."""
+    busy: _builtins.int
+    """Refused: too many run or wait already (RESOURCE_EXHAUSTED)."""
+    unavailable: _builtins.int
+    """Refused or ended because the engine loads its model or stops (UNAVAILABLE)."""
+    def __init__(
+        self,
+        *,
+        stop: _builtins.int = ...,
+        length: _builtins.int = ...,
+        warmed: _builtins.int = ...,
+        cancelled: _builtins.int = ...,
+        failed: _builtins.int = ...,
+        invalid: _builtins.int = ...,
+        busy: _builtins.int = ...,
+        unavailable: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "cancelled", b"cancelled", "failed", b"failed", "invalid", b"invalid", "length", b"length", "stop", b"stop", "unavailable", b"unavailable", "warmed", b"warmed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Outcomes: _TypeAlias = Outcomes  # noqa: Y015
+
+@_typing.final
+class MatchCounts(_message.Message):
+    """One number for each CacheMatch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXACT_FIELD_NUMBER: _builtins.int
+    SUPERSEQUENCE_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
+    LCP_FIELD_NUMBER: _builtins.int
+    MISS_FIELD_NUMBER: _builtins.int
+    UNAVAILABLE_FIELD_NUMBER: _builtins.int
+    exact: _builtins.int
+    """CACHE_MATCH_EXACT."""
+    supersequence: _builtins.int
+    """CACHE_MATCH_SUPERSEQUENCE."""
+    prefix: _builtins.int
+    """CACHE_MATCH_PREFIX."""
+    lcp: _builtins.int
+    """CACHE_MATCH_LCP."""
+    miss: _builtins.int
+    """CACHE_MATCH_MISS."""
+    unavailable: _builtins.int
+    """CACHE_MATCH_UNAVAILABLE."""
+    def __init__(
+        self,
+        *,
+        exact: _builtins.int = ...,
+        supersequence: _builtins.int = ...,
+        prefix: _builtins.int = ...,
+        lcp: _builtins.int = ...,
+        miss: _builtins.int = ...,
+        unavailable: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exact", b"exact", "lcp", b"lcp", "miss", b"miss", "prefix", b"prefix", "supersequence", b"supersequence", "unavailable", b"unavailable"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MatchCounts: _TypeAlias = MatchCounts  # noqa: Y015
+
+@_typing.final
+class Transfers(_message.Message):
+    """What was copied between the cachestore and this engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    bytes: _builtins.int
+    """Packed as they are stored."""
+    seconds: _builtins.float
+    """Time that it took; of a write, with its calls of the cachestore."""
+    def __init__(
+        self,
+        *,
+        bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Transfers: _TypeAlias = Transfers  # noqa: Y015
+
+@_typing.final
+class Histogram(_message.Message):
+    """How often something took how long, or was how many, since start. The unit is that of the field."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOUNDS_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    SUM_FIELD_NUMBER: _builtins.int
+    sum: _builtins.float
+    """Of all values."""
+    @_builtins.property
+    def bounds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Upper bounds of the classes, rising. A value on a bound is below it."""
+
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many values lie between each bound and the one before; one more, for those above the last."""
+
+    def __init__(
+        self,
+        *,
+        bounds: _abc.Iterable[_builtins.float] | None = ...,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+        sum: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bounds", b"bounds", "counts", b"counts", "sum", b"sum"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Histogram: _TypeAlias = Histogram  # noqa: Y015
