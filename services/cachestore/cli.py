@@ -31,7 +31,7 @@ def _config(flags: argparse.Namespace) -> ServerConfig:
     path = cachestore_socket(flags.socket)
     shm.way_chosen()  # better refused now than at the first slab
     store = serve.store_config(flags)
-    return ServerConfig(path, store, flags.idle_exit, bool(flags.reflection))
+    return ServerConfig(path, store, flags.idle_exit, bool(flags.reflection), flags.metrics)
 
 
 def _parser() -> Parser:

@@ -44,10 +44,27 @@ def add_version(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--version", action="version", version=version)
 
 
+def add_metrics(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--metrics",
+        type=_tcp_address,
+        metavar="HOST:PORT",
+        help="serve /metrics for Prometheus at this loopback address; port 0 takes a free one, "
+        "which the log tells (default: not served)",
+    )
+
+
 def cachestore_socket(flag: Path | None) -> Path:
     """The socket that --socket names, or the user's default one. Raises EndpointError."""
     path = endpoint.cachestore_socket() if flag is None else flag
     return endpoint.socket_path(path, flag="--socket", suffix=endpoint.SESSION_SUFFIX)
+
+
+def _tcp_address(text: str) -> endpoint.TcpAddress:
+    try:
+        return endpoint.tcp_address(text)
+    except endpoint.EndpointError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _seconds(text: str) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 from cachestore import logs, settings
 from cachestore.budget import default_budget_bytes, physical_memory_bytes
 from cachestore.config import BUDGET_BYTES_MIN, CHECKPOINTS_MAX, CHECKPOINTS_MAX_MIN, StoreConfig
-from cachestore.flags import add_reflection, seconds, store_budget
+from cachestore.flags import add_metrics, add_reflection, seconds, store_budget
 
 TABLE = "cachestore"
 
@@ -41,6 +41,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="end after that long without an engine (default: never)",
     )
+    add_metrics(parser)
     add_reflection(parser)
     logs.add_flags(parser)
 

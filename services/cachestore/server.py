@@ -12,10 +12,11 @@ from pathlib import Path
 
 import grpc
 
-from cachestore import endpoint
+from cachestore import endpoint, exporter
 from cachestore.config import StoreConfig
 from cachestore.health import Health, reflect
 from cachestore.memory import Memory
+from cachestore.metrics import StoreMetrics
 from cachestore.notify import Notifier
 from cachestore.retirement import Retirement, Slab
 from cachestore.service import CachestoreService
@@ -42,18 +43,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """`idle_exit_seconds` is how long no engine may be there before the daemon ends; None: ever."""
+    """`idle_exit_seconds` is how long no engine may be there before the daemon ends; None: ever.
+    `metrics` is where they are served, if they are."""
 
     socket: Path
     store: StoreConfig
     idle_exit_seconds: float | None = None
     reflection: bool = False
+    metrics: endpoint.TcpAddress | None = None
 
 
 def run(config: ServerConfig) -> None:
     """Serves until SIGTERM, SIGINT or the idle exit.
 
-    Raises EndpointError when the socket path cannot be had (Held: another daemon has it).
+    Raises EndpointError when the socket path cannot be had (Held: another daemon has it), or the
+    address of the metrics.
     """
     os.umask(0o077)
     endpoint.check_directory(config.socket, flag="--socket")
@@ -61,12 +65,14 @@ def run(config: ServerConfig) -> None:
     try:
         lock.remove_socket(config.socket)
         lock.remove_socket(endpoint.session_path(config.socket))
-        asyncio.run(_serve(config))
+        metrics = StoreMetrics()
+        with exporter.serving(config.metrics, metrics):
+            asyncio.run(_serve(config, metrics))
     finally:
         lock.release()
 
 
-async def _serve(config: ServerConfig) -> None:
+async def _serve(config: ServerConfig, metrics: StoreMetrics) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     notifier = Notifier.take()
@@ -96,6 +102,7 @@ async def _serve(config: ServerConfig) -> None:
         await _start(server, sessions, config.socket)
         await health.set(True)
         notifier.ready(f"serving at {config.socket}")
+        metrics.begin(loop, lambda: service.stats(time.monotonic()))
         _log.info("cachestore %s ready at %s", release, config.socket)
         calm_collector()
         upkeep = Upkeep(store, time.monotonic, lambda: service.calls, retirement.retire)

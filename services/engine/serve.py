@@ -9,7 +9,7 @@ from rich.console import Console
 
 from cachestore import endpoint, logs
 from cachestore import serve as store
-from cachestore.flags import add_reflection, cachestore_socket, size, store_budget
+from cachestore.flags import add_metrics, add_reflection, cachestore_socket, size, store_budget
 from engine import backend, config, kvflags, signals
 from engine.config import EngineConfig, Listen, parse_listen
 from engine.flags import ConfigError, whole
@@ -46,6 +46,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="macOS: memory that MLX may wire, like 8GiB; see docs/verify-on-mac.md (default: 0)",
     )
+    add_metrics(parser)
     _add_store_flags(parser)
     kvflags.add_flags(parser)
     _add_life_flags(parser)
@@ -117,6 +118,7 @@ def settings_of(flags: argparse.Namespace) -> EngineConfig:
         stall_seconds=flags.stall_seconds,
         reflection=bool(flags.reflection),
         log_prompts=_log_prompts(flags),
+        metrics=flags.metrics,
         **kvflags.settings_of(flags),
     )
     return _with_store(settings, flags.config) if settings.cachestore == "auto" else settings

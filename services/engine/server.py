@@ -18,12 +18,14 @@ from typing import Any
 
 import grpc
 
+from cachestore import exporter
 from cachestore.health import Health, reflect
 from cachestore.notify import Notifier
 from engine import binding, config, signals
 from engine.account import Accounts
 from engine.assembly import Engine
 from engine.config import EngineConfig
+from engine.metrics import EngineMetrics, Served
 from engine.request import Failed
 from engine.service import EngineService
 from engine.v1 import engine_pb2, engine_pb2_grpc
@@ -50,10 +52,11 @@ def run(settings: EngineConfig) -> int:
 
     Raises what Engine.start raises, and Leave when a thread that cannot be stopped stays behind.
     """
-    with binding.reserved(settings.listen):
+    metrics = EngineMetrics()
+    with binding.reserved(settings.listen), exporter.serving(settings.metrics, metrics):
         engine = Engine(settings)
         with _stopped_at_the_end(engine):
-            return asyncio.run(_serve(engine))
+            return asyncio.run(_serve(engine, metrics))
 
 
 @contextlib.contextmanager
@@ -68,7 +71,7 @@ def _stopped_at_the_end(engine: Engine) -> Iterator[None]:
     engine.stop()
 
 
-async def _serve(engine: Engine) -> int:
+async def _serve(engine: Engine, metrics: EngineMetrics) -> int:
     settings, worker = engine.settings, engine.worker
     notifier = Notifier.take()
     stop = signals.ending()
@@ -90,6 +93,7 @@ async def _serve(engine: Engine) -> int:
         assert engine.served is not None
         assert engine.prefix is not None
         service.open(engine.served, engine.prefix)
+        metrics.begin(Served(service.model(), worker, service.stats, moves))
         async with _beside(_watch(moves, health), notifier.feed(moves)):
             notifier.ready(f"serving {engine.served.name} on {address}")
             log.info("serving on %s", address)

@@ -38,7 +38,7 @@ def served() -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def windowed() -> Iterator[Served]:
     """A model whose rows are of no use without a checkpoint."""
-    with serve(gemma3_config(), BUDGET) as made:
+    with serve(config=gemma3_config(), budget=BUDGET) as made:
         yield made
 
 

@@ -46,15 +46,15 @@ class Served:
 
 
 @contextlib.contextmanager
-def serve(config: Config | None = None, budget: str = "64MiB") -> Iterator[Served]:
+def serve(*flags: str, config: Config | None = None, budget: str = "64MiB") -> Iterator[Served]:
     """An engine of a tiny model, whose store holds rows without loss and is in use already."""
     with short_directory() as directory:
         model = save_tiny_model(directory / "model", config)
+        store_at = f"unix:{directory / 'cachestore.sock'}"
+        lossless = ("--cachestore", store_at, "--cache-codec", "none")
         with (
             start_cachestore(directory, budget=budget) as store,
-            start_engine(
-                directory, model, "--cachestore", f"unix:{store.socket}", "--cache-codec", "none"
-            ) as engine,
+            start_engine(directory, model, *lossless, *flags) as engine,
             connect(engine.listen) as stub,
         ):
             until(lambda: stub.GetModel(pb.GetModelRequest()).namespace, "the weights' digest")
