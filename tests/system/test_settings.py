@@ -31,6 +31,7 @@ def test_an_engine_and_the_store_that_it_starts_share_a_file(directory: Path) ->
         with connect(daemon.listen) as stub:
             until(lambda: stub.GetModel(pb.GetModelRequest()).namespace, "the weights' digest")
             assert stub.GetModel(pb.GetModelRequest()).name == str(model)
+            until(lambda: stub.Stats(pb.StatsRequest()).cachestore_connected, "the store")
         daemon.generate(prompt=ids(range(1, 9)), max_tokens=2)
         assert budget_of(elsewhere / "cachestore.sock") == 48 * MIB
         assert not (directory / "cachestore.sock").exists()
