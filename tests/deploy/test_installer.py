@@ -32,8 +32,7 @@ def test_commands_are_found_on_the_path(machine: Machine) -> None:
     machine.on_path = True
     installer = machine.installer()
     installer.install(machine.setup(), [CACHESTORE])
-    installer.restart([CACHESTORE])
-    assert machine.pids() == {CACHESTORE: 1002}
+    assert machine.pids() == {CACHESTORE: 1001}
     installer.uninstall([CACHESTORE])
     assert machine.pids() == {}
 
@@ -85,7 +84,9 @@ def test_a_restart_gives_a_new_process(machine: Machine) -> None:
     installer.install(machine.setup(), NAMES)
     old = machine.pids()
     installer.restart([ENGINE])
+    # Not before the new one serves, as the old one does while it drains.
     assert machine.pids()[ENGINE] != old[ENGINE]
+    assert machine.said[-1].endswith(f"process {machine.pids()[ENGINE]}")
     assert machine.pids()[CACHESTORE] == old[CACHESTORE]
 
 

@@ -14,8 +14,9 @@ that FAKE_MANAGER names.
     logged_in  whether the gui domain exists
     drains     how many questions a process is still there for after SIGTERM; -1: it never ends
 
-    units      of each unit its process (0: does not run), the exit status of its last run, how
-               often it was asked for since it started, and whether it is enabled
+    units      of each unit its process (0: does not run), the `next` one after a restart, the exit
+               status of its last run, how often it was asked for since a start, and whether it is
+               enabled
     known      units that were there at the last daemon-reload
     bus        whether the user's systemd answers
 """
@@ -120,7 +121,7 @@ class Systemctl:
             return
         names = [word for word in arguments if not word.startswith("--")]
         for name in names:
-            new = {"pid": 0, "enabled": False, "status": None, "questions": 0}
+            new = {"pid": 0, "next": 0, "enabled": False, "status": None, "questions": 0}
             unit = self.state["units"].setdefault(name, new)
             if command in ("start", "restart", "enable") and name not in self.state["known"]:
                 end(5, f"Failed to {command} {name}: Unit {name} not found.")
@@ -131,7 +132,8 @@ class Systemctl:
             self.show(unit)
         if command == "restart" or (command == "start" and not unit["pid"]):
             self.state["pids"] += 1
-            unit.update(pid=self.state["pids"], questions=0)
+            # What runs has to end first.
+            unit.update(next=self.state["pids"], pid=unit["pid"] or self.state["pids"], questions=0)
         if command in ("enable", "disable"):
             unit["enabled"] = command == "enable"
         if command == "stop" or (command == "disable" and now):
@@ -139,6 +141,8 @@ class Systemctl:
 
     def show(self, unit: dict[str, Any]) -> None:
         unit["questions"] += 1
+        if unit["pid"] and unit["questions"] > 2:
+            unit["pid"] = unit["next"]
         if self.state["fails"] and unit["questions"] > 1:
             unit.update(pid=0, status=self.state["fails"])
         ended = unit["status"] is not None
