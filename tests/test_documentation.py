@@ -12,7 +12,7 @@ import importlib
 import re
 import shlex
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +42,8 @@ RUN_BY = {
     "engine demo": "tests/system/test_commands.py",
     "engine bench-kv": "tests/system/test_tools.py",
     "engine quality": "tests/system/test_tools.py",
+    "engine warm": "tests/engine/test_warm.py",
+    "engine doctor": "tests/system/test_doctor.py",
     "cachestore serve": "tests/support/daemons.py",
     "cachestore-admin stats": "tests/cachestore/test_admin.py",
     "cachestore-admin health": "tests/cachestore/test_admin.py",
@@ -53,8 +55,11 @@ RUN_BY = {
     "cachestore-admin unpin": "tests/cachestore/test_admin_contents.py",
     "cachestore-admin verify": "tests/cachestore/test_admin_contents.py",
     "cachestore-admin inspect": "tests/cachestore/test_admin_contents.py",
+    "cachestore-admin service": "tests/deploy/test_command.py",
+    "cachestore-admin doctor": "tests/system/test_doctor.py",
+    "cachestore-admin top": "tests/cachestore/test_top.py",
 }
-# Documented before they are there. Remove an entry once the command is.
+# Documented before they are there.
 TO_COME = {
     "engine warm",
     "engine doctor",
@@ -169,6 +174,11 @@ def parser_of(
     return found.value.parser
 
 
+def subcommands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    nested = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return next((action.choices for action in nested), {})
+
+
 def assert_known(parser: argparse.ArgumentParser, words: Sequence[str], text: str) -> None:
     """The words are subcommands and flags of `parser`, as far as they look like either."""
     rest = iter(words)
@@ -179,10 +189,9 @@ def assert_known(parser: argparse.ArgumentParser, words: Sequence[str], text: st
             if not has_value and parser._option_string_actions[flag].nargs != 0:
                 next(rest, None)
             continue
-        nested = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-        for choices in nested:
-            assert word in choices.choices, f"{text}: no command {word}"
-            parser = choices.choices[word]
+        if known := subcommands(parser):
+            assert word in known, f"{text}: no command {word}"
+            parser = known[word]
 
 
 def assert_taken(
@@ -223,9 +232,10 @@ def test_a_command_can_be_typed(
     match ours(command):
         case (program, *words) if program in MAINS:
             name = f"{program} {words[0]}" if words else program
-            if name in TO_COME:
+            parser = parser_of(MAINS[program], monkeypatch)
+            if name in TO_COME and words[0] not in subcommands(parser):
                 pytest.skip("to come")
-            assert_taken(parser_of(MAINS[program], monkeypatch), words, command, capsys)
+            assert_taken(parser, words, command, capsys)
             if not name.partition(" ")[2].startswith("-"):
                 assert f'"{words[0]}"' in (ROOT / RUN_BY[name]).read_text()
         case ("python", "-m", "pytest", *words):
