@@ -49,7 +49,7 @@ def add_asking_flags(parser: argparse.ArgumentParser) -> None:
         "--system-file",
         dest="system",
         type=text_of,
-        default="",
+        default=argparse.SUPPRESS,  # that of --system, which is no file
         metavar="FILE",
         help="system message, in a file: all of it, as `engine warm FILE` keeps it",
     )
