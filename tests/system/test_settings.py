@@ -24,7 +24,8 @@ def test_an_engine_and_the_store_that_it_starts_share_a_file(directory: Path) ->
     elsewhere = directory / "elsewhere"
     elsewhere.mkdir(mode=0o700)
     model = save_tiny_model(directory / "model")
-    store = {"budget": "48MiB", "socket": str(elsewhere / "cachestore.sock")}
+    # Ends by itself if this test fails.
+    store = {"budget": "48MiB", "socket": str(elsewhere / "cachestore.sock"), "idle-exit": 20}
     engine = {"model": str(model), "cache-codec": "none", "max-batch": 2}
     file = write(directory / "c.toml", engine=engine, cachestore=store)
     with start_engine(directory, None, "--config", str(file)) as daemon:
@@ -48,6 +49,6 @@ def test_what_an_engine_says_of_the_store_that_it_starts_counts_before_the_file(
     directory: Path,
 ) -> None:
     file = write(directory / "c.toml", cachestore={"budget": "48MiB", "log-level": "debug"})
-    spawn(directory / "cachestore.sock", "32MiB", 600, directory / "c.log", config=file)
+    spawn(directory / "cachestore.sock", "32MiB", 20, directory / "c.log", config=file)
     assert budget_of(directory / "cachestore.sock") == 32 * MIB
     end_store(directory)
