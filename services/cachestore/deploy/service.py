@@ -42,11 +42,10 @@ class DeployError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a person says at installation.
+    """What a person says at installation; None is what the configuration file says, or nobody.
 
-    `drain_seconds` is what the configuration file says about it, `attach` whether that leaves it
-    to us which cachestore the engine uses; `model` and `budget` are None when it is the file, or
-    nobody, that says them.
+    `attach` is the socket of the engine's store, None when the file says which store it uses.
+    `drain_seconds` is what the file says: the flag is then left to it, but not the time to stop.
     """
 
     python: Path
