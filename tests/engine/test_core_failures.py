@@ -318,3 +318,14 @@ def test_stop_tokens_and_counters(driven: Driven, llama: Any) -> None:
     assert (counters.prompt_tokens, counters.prefilled_tokens) == (70, 70)
     assert counters.completion_tokens == cut + 1
     assert core_module.STEP_FAILURES_MAX == 2
+
+
+def test_what_a_reply_had_still_to_store_at_the_end_is_counted(driven: Driven) -> None:
+    driven.start(1, [n % 256 for n in range(600)], max_tokens=1)
+    while driven.last(1) is None:
+        driven.core.turn()
+    assert len(driven.core) == 1  # a part of its rows is not packed yet
+    driven.core.fail_all(grpc.StatusCode.UNAVAILABLE, "the engine is stopping")
+    assert driven.done(1).reason is FinishReason.LENGTH
+    assert driven.prefix.given_up == 1
+    driven.check_empty()
