@@ -25,6 +25,7 @@ from tests.support.faulty import Death
 from tests.support.models import (
     Config,
     gemma3_config,
+    lfm2_config,
     llama4_config,
     mamba2_config,
     qwen3_next_config,
@@ -169,7 +170,7 @@ class Bound:
 
 
 def test_fifty_turns_keep_a_bounded_number_of_checkpoints_and_bytes(directory: Path) -> None:
-    config = qwen3_next_config(max_position_embeddings=8192)
+    config = lfm2_config(max_position_embeddings=8192)
     # Long enough for a checkpoint at its end.
     bound = Bound(config, most=4, reply_tokens=TOKENS_APART_MIN)
     with (
