@@ -25,7 +25,9 @@ def _table(metrics: Iterable[Metric]) -> str:
     lines = ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
     for metric in metrics:
         name = metric.name + SUFFIXES.get(metric.type, "")
-        cells = (f"`{name}`", metric.type, _labels(metric), metric.documentation)
+        # An info is a gauge to Prometheus, always 1.
+        kind = "gauge" if metric.type == "info" else metric.type
+        cells = (f"`{name}`", kind, _labels(metric), metric.documentation)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

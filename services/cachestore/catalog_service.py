@@ -3,7 +3,6 @@
 import asyncio
 from abc import ABC
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import asdict
 
 from cachestore import messages, record
 from cachestore.calls import Calls, Context
@@ -40,7 +39,7 @@ class CatalogService(cachestore_pb2_grpc.CachestoreServicer, ABC):
             context, lambda _session, now: self._store.statistics(now), counted=False
         )
         return pb.ListNamespacesResponse(
-            namespaces=[pb.NamespaceStats(**asdict(each)) for each in statistics.namespaces]
+            namespaces=[messages.namespace(each) for each in statistics.namespaces]
         )
 
     async def ListEntries(

@@ -1,13 +1,34 @@
 """What the store holds, as messages of the proto."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from typing import Any
 
 from cachestore.catalog import Entry
 from cachestore.histogram import Histogram
+from cachestore.stats import NamespaceStatistics, Statistics
 from cachestore.store import Extent, Match, Reservation, Span
 from cachestore.v1 import cachestore_pb2 as pb
 from cachestore.verify import Progress
+
+
+def stats(counted: Statistics) -> pb.StatsResponse:
+    """Without what the store does not know: the daemon's own fields."""
+    nested = {
+        "namespaces": [namespace(each) for each in counted.namespaces],
+        "lookups": pb.LookupStats(**_fields(counted.lookups)),
+        "writes": pb.WriteStats(**_fields(counted.writes)),
+    }
+    return pb.StatsResponse(**{**_fields(counted), **nested})
+
+
+def namespace(counted: NamespaceStatistics) -> pb.NamespaceStats:
+    return pb.NamespaceStats(**_fields(counted))
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    """As asdict, which copies every value: with 100 namespaces for 6 ms, when calls wait."""
+    return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 def histogram(counted: Histogram) -> pb.Histogram:

@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Callable, MutableMapping
-from dataclasses import asdict
 from typing import TypeVar
 
 from cachestore import messages
@@ -137,13 +136,10 @@ class CachestoreService(CatalogService):
     def stats(self, now: float) -> pb.StatsResponse:
         """On the event loop, as everything that touches the store."""
         seconds = self._lookup_seconds
-        answer = pb.StatsResponse(
-            version=self._version,
-            pid=os.getpid(),
-            uptime_seconds=now - self._started,
-            waiting=len(self._calls.waiting),
-            **asdict(self._store.statistics(now)),
-        )
+        answer = messages.stats(self._store.statistics(now))
+        answer.version, answer.pid = self._version, os.getpid()
+        answer.uptime_seconds = now - self._started
+        answer.waiting = len(self._calls.waiting)
         answer.lookups.seconds_p50 = seconds.quantile(0.5)
         answer.lookups.seconds_p99 = seconds.quantile(0.99)
         answer.lookups.seconds.CopyFrom(messages.histogram(seconds.coarser(_CLASSES_SHOWN)))
