@@ -6,7 +6,8 @@ import grpc
 
 from cachestore.client import StoreRefused, StoreUnavailable
 from engine.account import Context
-from engine.prefix import Prefix, PrefixStatus
+from engine.prefix import Prefix
+from engine.status import PrefixStatus
 from engine.v1 import engine_pb2 as pb
 
 

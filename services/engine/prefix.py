@@ -29,8 +29,8 @@ from engine.kv.layout import CacheLayout
 from engine.link import StoreLink
 from engine.pack import PackedCheckpoint, PackedRows
 from engine.request import Request
+from engine.status import NOTHING, Pinned, PrefixStatus
 from engine.storing import Destination, PathLost, Tail, packed_tokens
-from engine.transfers import NOTHING, Transfers
 
 log = logging.getLogger(__name__)
 
@@ -66,28 +66,6 @@ class Found:
     @property
     def rows(self) -> int:
         return self.lease.rows
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixStatus:
-    """What GetModel and Stats show. `namespace` is empty while it is not known."""
-
-    codec: str
-    not_cached_reason: str
-    namespace: bytes
-    connected: bool
-    writes_committed: int
-    writes_dropped: int
-    attached: Transfers = NOTHING
-    stored: Transfers = NOTHING
-
-
-@dataclass(frozen=True, slots=True)
-class Pinned:
-    """What stays in the store: `record_id` is at the end of a prompt, `nbytes` are all up to it."""
-
-    record_id: int
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)

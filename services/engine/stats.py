@@ -8,8 +8,7 @@ from cachestore.client import MatchKind
 from cachestore.histogram import Histogram
 from engine import __version__
 from engine.account import Outcome
-from engine.prefix import PrefixStatus
-from engine.transfers import Transfers
+from engine.status import PrefixStatus, Transfers
 from engine.v1 import engine_pb2 as pb
 from engine.worker import Snapshot
 

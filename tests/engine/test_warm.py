@@ -15,7 +15,7 @@ import pytest
 from cachestore.client import StoreRefused
 from engine import cli, pinning, warm
 from engine.flags import ConfigError
-from engine.prefix import PrefixStatus
+from engine.status import PrefixStatus
 from engine.v1 import engine_pb2 as pb
 from tests.support import entries
 from tests.support.daemons import Cachestore
