@@ -74,7 +74,12 @@ def _lookups(lookups: pb.LookupStats) -> Report:
         "hit_rate_tokens": found["tokens_served"] / requested if requested else None,
         "seconds_p50": lookups.seconds_p50 or None,
         "seconds_p99": lookups.seconds_p99 or None,
+        "seconds": _histogram(lookups.seconds),
     }
+
+
+def _histogram(counted: pb.Histogram) -> Report:
+    return {"bounds": [*counted.bounds], "counts": [*counted.counts], "sum": counted.sum}
 
 
 def _memory(found: Report) -> Table:
