@@ -26,6 +26,8 @@ from cachestore.endpoint import EndpointError, TcpAddress
 FLAG = "--metrics"
 # A scraper that says nothing for so long is gone.
 _SILENCE_SECONDS = 5.0
+# How long the end of serving takes at most.
+_POLL_SECONDS = 0.2
 
 _log = logging.getLogger(__name__)
 
@@ -126,7 +128,9 @@ def serving(address: TcpAddress | None, collector: Collector) -> Iterator[None]:
     registry.register(ProcessMetrics())
     server = _listen(address)
     server.set_app(make_wsgi_app(registry))
-    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, args=(_POLL_SECONDS,), name="metrics", daemon=True
+    )
     thread.start()
     _log.info("metrics at http://%s:%d/metrics", address.host, server.server_port)
     try:
