@@ -188,7 +188,7 @@ def busiest(records: Iterable[Record], limit: int) -> list[Record]:
     ends = (
         record
         for record in records
-        if record.hits > max((child.hits for child in record.children.values()), default=0)
+        if record.hits and all(child.hits < record.hits for child in record.children.values())
     )
     return heapq.nlargest(limit, ends, key=lambda record: record.hits * _end(record))
 

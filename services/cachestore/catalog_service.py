@@ -20,7 +20,7 @@ from cachestore.verify import verify
 # Dropping so many takes about 5 ms.
 _EVICT_RECORDS = 256
 # Ranking so many takes about 0.5 ms.
-_RANK_RECORDS = 1024
+_RANK_RECORDS = 512
 
 
 class CatalogService(cachestore_pb2_grpc.CachestoreServicer, ABC):

@@ -165,10 +165,10 @@ def _lookups(found: Report, history: History) -> Table:
     table.add_column("lookups", style="bold", no_wrap=True)
     counts, changes = [], []
     for kind in KINDS:
-        table.add_column(kind, justify="right", no_wrap=True)
+        table.add_column(kind, justify="right", no_wrap=True, min_width=8)
         counts.append(found["lookups"][kind])
         changes.append(history.change("lookups", kind))
-    table.add_column("all", justify="right", no_wrap=True)
+    table.add_column("all", justify="right", no_wrap=True, min_width=8)
     table.show_header = True
     table.add_row("since start", *(f"{count:,}" for count in (*counts, sum(counts))))
     table.add_row("a second", *(_rate(count, history) for count in (*changes, sum(changes))))
