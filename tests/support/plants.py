@@ -16,6 +16,9 @@ import pytest
 from cachestore import variables
 from cachestore.budget import physical_memory_bytes
 from cachestore.client import StoreRefused
+from cachestore.deploy import systemd
+from cachestore.deploy.place import systemd_place
+from cachestore.deploy.service import CACHESTORE, UNITS, Setup, services
 from engine import backend
 from tests.support import entries
 from tests.support.daemons import start_cachestore
@@ -100,6 +103,15 @@ def a_misspelt_setting(directory: Path) -> Iterator[Environment]:
     path = directory / "config.toml"
     path.write_text("[cachestore]\nbuget = '1GiB'\n")
     yield {variables.CONFIG: str(path)}
+
+
+@contextlib.contextmanager
+def a_service_whose_python_is_gone(directory: Path) -> Iterator[Environment]:
+    place = systemd_place(directory, directory)
+    service = services(Setup(Path("/no/such/python")), place)[CACHESTORE]
+    place.definitions.mkdir(parents=True)
+    (place.definitions / UNITS[CACHESTORE]).write_text(systemd.unit(service))
+    yield {"HOME": str(directory)}
 
 
 @contextlib.contextmanager

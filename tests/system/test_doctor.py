@@ -92,6 +92,13 @@ MISCONFIGURATIONS = (
         plants.a_misspelt_setting, "settings", "no such key; did you mean budget?", "correct it"
     ),
     Misconfiguration(
+        plants.a_service_whose_python_is_gone,
+        "services",
+        "/no/such/python is gone",
+        "cachestore-admin service install",
+        linux_only=True,
+    ),
+    Misconfiguration(
         plants.two_backends,
         "mlx-backend",
         "overwrite each other",
@@ -125,6 +132,7 @@ MEETING = Meeting(
 
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(variables.CONFIG, os.devnull)
     monkeypatch.setenv(variables.CACHE_DIR, str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     # Daemons that hang are not to hang the tests.
@@ -295,7 +303,7 @@ def test_a_small_dev_shm_is_found_where_slabs_are_in_it() -> None:
         shm_bytes=64 << 20,
     )
     store = facts.RunningStore(1, "1", True, 0, 8 << 30, 0, 0, 1024)
-    given = facts.Facts("1", machine, (), 8 << 30, MEETING, store, facts.EngineReport((), None))
+    given = facts.Facts("1", machine, (), (), 8 << 30, MEETING, store, facts.EngineReport((), None))
     (found,) = checks.findings(given)
     assert found.check == "shared-memory"
     assert "/dev/shm holds 64.0 MiB" in found.problem
@@ -308,7 +316,7 @@ def test_a_model_beside_the_budget_counts() -> None:
     for gib, wrong in ((30, False), (40, True)):
         engine = RunningEngine("unix:/e", 2, "1", "m", gib << 30, True)
         given = facts.Facts(
-            "1", machine, (), 16 << 30, MEETING, store, facts.EngineReport((), engine)
+            "1", machine, (), (), 16 << 30, MEETING, store, facts.EngineReport((), engine)
         )
         found = checks.findings(given)
         assert [finding.check for finding in found] == (["memory"] if wrong else [])

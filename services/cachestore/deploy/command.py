@@ -77,7 +77,7 @@ def _run(run: _Run, flags: argparse.Namespace) -> int:
     try:
         place = _place(system=flags.system)
         shell = Shell(_say, dry=getattr(flags, "dry_run", False))
-        return run(flags, place, Installer(_manager(shell, place), shell, place))
+        return run(flags, place, Installer(manager_of(shell, place), shell, place))
     except DeployError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
@@ -194,7 +194,8 @@ def _place(*, system: bool) -> Place:
         raise DeployError(f"--system: no such user: {user}") from None
 
 
-def _manager(shell: Shell, place: Place) -> Manager:
+def manager_of(shell: Shell, place: Place) -> Manager:
+    """What manages services here. With a dry shell it can only tell what is installed."""
     if sys.platform == "darwin":
         return Launchctl(shell, place)
     if not shell.dry and shutil.which("systemctl") is None:

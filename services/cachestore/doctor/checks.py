@@ -24,6 +24,16 @@ def settings(facts: Facts) -> Iterator[Finding]:
     yield from facts.settings
 
 
+def services(facts: Facts) -> Iterator[Finding]:
+    for service in facts.services:
+        if service.problem:
+            yield Finding(
+                "services",
+                f"the service {service.name} ({service.path}) cannot start: {service.problem}",
+                "cachestore-admin service install",
+            )
+
+
 def meeting(facts: Facts) -> Iterator[Finding]:
     yield from places.check(facts.meeting, facts.machine.uid)
 
@@ -132,6 +142,7 @@ def strangers(facts: Facts) -> Iterator[Finding]:
 # Another part of the program adds its own by a line here.
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     settings,
+    services,
     meeting,
     soundness,
     versions,

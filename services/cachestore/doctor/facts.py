@@ -6,7 +6,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +14,10 @@ from pathlib import Path
 from cachestore import endpoint, serve, shm
 from cachestore.budget import default_budget_bytes, physical_memory_bytes
 from cachestore.client import Client, StoreRefused, StoreUnavailable
+from cachestore.deploy.command import manager_of
+from cachestore.deploy.place import own_place
+from cachestore.deploy.service import NAMES, DeployError, program_gone
+from cachestore.deploy.shell import Shell
 from cachestore.doctor.finding import EngineReport, Finding, settings_of
 from cachestore.doctor.places import Meeting, meeting
 
@@ -51,6 +55,15 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
+class InstalledService:
+    """`problem` is why it cannot start, empty when it can."""
+
+    name: str
+    path: Path
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """`settings` are findings about those of the cachestore; `budget_bytes`: of the one that runs,
     or of one that would be started."""
@@ -58,6 +71,7 @@ class Facts:
     version: str
     machine: Machine
     settings: tuple[Finding, ...]
+    services: tuple[InstalledService, ...]
     budget_bytes: int
     meeting: Meeting
     store: RunningStore | None
@@ -76,6 +90,7 @@ def gather(socket: Path | None, engine_words: Sequence[str] = ()) -> Facts:
         version=version("mlx-cachestore"),
         machine=_machine(),
         settings=problems,
+        services=tuple(_services()),
         budget_bytes=store.bytes_budget if store is not None else budget,
         meeting=meeting("cachestore", [path, endpoint.session_path(path)], why_not),
         store=store,
@@ -101,6 +116,23 @@ def _store(path: Path) -> tuple[RunningStore | None, str]:
         descriptors=_descriptors_of(stats.pid),
     )
     return found, ""
+
+
+def _services() -> Iterator[InstalledService]:
+    """Those of this user, as their definitions say; the service manager is not asked."""
+    place = own_place()
+    manager = manager_of(Shell(lambda _: None, dry=True), place)
+    for name in NAMES:
+        path, problem = manager.path(name), ""
+        if not path.exists():
+            continue
+        try:
+            arguments = manager.arguments(name)
+            if program_gone(arguments):
+                problem = f"{arguments[0]} is gone, perhaps with its environment"
+        except DeployError as error:
+            problem = str(error)
+        yield InstalledService(name, path, problem)
 
 
 def _machine() -> Machine:
