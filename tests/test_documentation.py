@@ -23,11 +23,14 @@ from cachestore import cli as cachestore_cli
 from engine import cli as engine_cli
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / folder / "README.md" for folder in (".", "deploy", "examples")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 MAC_PAGES = {"verify-on-mac.md"}
 COMMAND_COLUMNS = {"command", "run it"}
 # What a person puts in for a word that the page explains, where a parser is particular about it.
-FILLED_IN = {"BYTES": "8GiB"}
+FILLED_IN = {"BYTES": "8GiB", "document.txt": "README.md"}
 
 MAINS: dict[str, Callable[[], object]] = {
     "engine": engine_cli.main,
@@ -72,6 +75,7 @@ SCRIPTS_BY_HAND = {"scripts/check-package"}
 OTHERS = {
     "ruff": ".ci/run",
     "mypy": ".ci/run",
+    "head": "any system has it",
     "npm ci": "tests/engine/test_examples.py",
     "node examples/node/chat.mjs": "tests/engine/test_examples.py",
     "python examples/python/chat.py": "tests/engine/test_examples.py",
@@ -134,8 +138,11 @@ def _of(path: Path, number: int, text: str, *, complete: bool, mac: bool) -> Ite
     lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
     lexer.whitespace_split, lexer.commenters = True, "#"
     words: list[str] = []
-    for word in [*lexer, ";"]:
-        if not set(word) <= set(lexer.punctuation_chars):
+    parts = iter([*lexer, ";"])
+    for word in parts:
+        if word == ">":
+            next(parts)
+        elif not set(word) <= set(lexer.punctuation_chars):
             words.append(word)
         elif words:
             named = path.relative_to(ROOT).as_posix()
@@ -221,6 +228,7 @@ def ours(command: Command) -> tuple[str, ...]:
 def test_a_command_can_be_typed(
     command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(ROOT)  # files are named from there
     match ours(command):
         case (program, *words) if program in MAINS:
             name = f"{program} {words[0]}" if words else program
