@@ -265,16 +265,28 @@ def test_an_engine_that_was_named_must_answer(
     assert "engine serve" in found["advice"]
 
 
-def test_an_engine_that_caches_nothing_is_found(
-    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(variables.RUNTIME_DIR, str(directory))
-    model = save_tiny_model(directory / "model")
-    with start_engine(directory, model, "--cachestore", "off"):
-        (found,) = examined(capsys)
-    assert found["check"] == "engine-caches"
-    assert "caches nothing: --cachestore off" in found["problem"]
-    assert found["advice"] == "start it without --cachestore off"
+@pytest.mark.parametrize(
+    ("reason", "advice"),
+    [
+        ("--cachestore off", "start it without --cachestore off"),
+        ("layer 3: a cache of class X", "docs/models.md says which models and flags can be cached"),
+    ],
+)
+def test_an_engine_that_caches_nothing_is_found(reason: str, advice: str) -> None:
+    given = doctor.Facts(
+        uid=os.geteuid(),
+        settings=(),
+        wheels=doctor.Wheels("", None, None),
+        pins=(),
+        folders=(),
+        meeting=None,
+        engine=RunningEngine("unix:/e", 2, "1", "m", 1, False),
+        why_not="",
+        not_cached_reason=reason,
+    )
+    (found,) = doctor.findings(given)
+    assert (found.check, found.advice) == ("engine-caches", advice)
+    assert f"caches nothing: {reason}" in found.problem
 
 
 def test_an_engine_doctor_that_fails_is_a_finding(
