@@ -73,6 +73,7 @@ def test_json_counts_what_was_asked_and_stored(daemon: Cachestore) -> None:
     }
     lookups = found["lookups"]
     assert 0 < lookups.pop("seconds_p50") <= lookups.pop("seconds_p99") < 1
+    assert sum(lookups.pop("seconds")["counts"]) == 3
     assert lookups == {
         **{"exact": 1, "supersequence": 1, "prefix": 0, "lcp": 0, "miss": 1},
         **{"tokens_requested": 1300, "tokens_served": 699},
