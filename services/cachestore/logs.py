@@ -82,7 +82,7 @@ def begin(settings: LogConfig) -> None:
     if settings.file is not None:
         handler = _open(settings.file)
     handler.setFormatter(JsonFormatter() if settings.format == "json" else PlainFormatter(_PLAIN))
-    logging.basicConfig(level=settings.level.upper(), handlers=[handler])
+    logging.basicConfig(level=settings.level.upper(), handlers=[handler], force=True)
 
 
 def last_words(error: object) -> None:

@@ -35,9 +35,10 @@ def test_writes_that_no_time_is_left_for_are_dropped_and_counted(
     prefix = Prefix(lambda _: None, cast(StoreLink, link), cast(Any, policy))
     began, go_on = threading.Event(), threading.Event()
 
-    def store(_: Any) -> None:
+    def store(_: Any) -> int:
         began.set()
         assert go_on.wait(SECONDS)
+        return 0
 
     monkeypatch.setattr(prefix, "_store", store)
     for number in range(3):
