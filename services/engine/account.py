@@ -105,13 +105,14 @@ class Account:
 
 
 class Accounts:
-    """Opens one for each request; logs and counts it when the request is over.
+    """Opens one for each request; counts it when the request is over, and logs it with `lines`.
 
     With `prompts` the line has prompt, reply and what the client was told; else nothing of them
     is ever logged.
     """
 
-    def __init__(self, prompts: bool) -> None:
+    def __init__(self, lines: bool, prompts: bool) -> None:
+        self._lines = lines
         self.prompts = prompts
         self.outcomes = dict.fromkeys(Outcome, 0)
 
@@ -138,7 +139,8 @@ class Accounts:
         finally:
             account.seconds = time.monotonic() - account.began
             self.outcomes[account.outcome] += 1
-            logs.event(log, "request", self._fields(account))
+            if self._lines:
+                logs.event(log, "request", self._fields(account))
 
     def _fields(self, account: Account) -> dict[str, object]:
         first = account.first_token_seconds

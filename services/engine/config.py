@@ -139,6 +139,7 @@ class EngineConfig:
     drain_seconds: int = DRAIN_SECONDS_DEFAULT
     stall_seconds: float = STALL_SECONDS_DEFAULT
     reflection: bool = False
+    log_requests: bool = True
     log_prompts: bool = False
     metrics: TcpAddress | None = None
     kv: KvConfig = field(default_factory=KvConfig)

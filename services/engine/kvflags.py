@@ -109,7 +109,8 @@ def serve_words(model: str, listen: Listen, flags: argparse.Namespace) -> list[s
     ConfigError for what no engine can use."""
     EngineConfig(model, listen, **settings_of(flags))
     given = list(itertools.chain(*_given(flags)))
-    return ["--model", model, *given, "--log-level", "info" if given else "warning"]
+    level = "info" if given else "warning"
+    return ["--model", model, *given, "--log-level", level, "--no-log-requests"]
 
 
 def refuse(flags: argparse.Namespace, reason: str) -> None:

@@ -72,6 +72,11 @@ def _add_life_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_reflection(parser)
     parser.add_argument(
+        "--log-requests",
+        action=argparse.BooleanOptionalAction,
+        help="a line in the log for each request when it ends (default: yes)",
+    )
+    parser.add_argument(
         "--log-prompts",
         action=argparse.BooleanOptionalAction,
         help="prompts and replies in the line that is logged of each request (default: no)",
@@ -117,6 +122,7 @@ def settings_of(flags: argparse.Namespace) -> EngineConfig:
         drain_seconds=flags.drain_seconds,
         stall_seconds=flags.stall_seconds,
         reflection=bool(flags.reflection),
+        log_requests=flags.log_requests is not False,
         log_prompts=_log_prompts(flags),
         metrics=flags.metrics,
         **kvflags.settings_of(flags),
@@ -182,4 +188,6 @@ def _log_prompts(flags: argparse.Namespace) -> bool:
             f"--log-prompts would have no effect: with --log-level {flags.log_level} no request "
             "is logged; leave it out"
         )
+    if flags.log_prompts and flags.log_requests is False:
+        raise ConfigError("--log-prompts would have no effect with --no-log-requests; leave it out")
     return bool(flags.log_prompts)

@@ -76,7 +76,7 @@ async def _serve(engine: Engine, metrics: EngineMetrics) -> int:
     notifier = Notifier.take()
     stop = signals.ending()
     server = grpc.aio.server(options=_OPTIONS)
-    service = EngineService(worker, Accounts(settings.log_prompts))
+    service = EngineService(worker, Accounts(settings.log_requests, settings.log_prompts))
     engine_pb2_grpc.add_EngineServicer_to_server(service, server)
     health = await Health.of(server, SERVICE)
     if settings.reflection:

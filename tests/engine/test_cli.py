@@ -4,6 +4,7 @@ import argparse
 import io
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,8 +122,11 @@ def test_an_engine_that_is_started_is_told_what_was_said(words: tuple[str, ...])
     serve.add_flags(serving)
     passed_on = kvflags.serve_words("m", listen, asking.parse_args(words))
     # What became of flags is said only to whoever has given some.
-    assert passed_on[-1] == ("info" if words else "warning")
+    assert passed_on[passed_on.index("--log-level") + 1] == ("info" if words else "warning")
     started = serve.settings_of(serving.parse_args([*passed_on, "--listen", str(listen)]))
+    # Whoever asks it has the reply before him, and its usage.
+    assert not started.log_requests
+    started = replace(started, log_requests=True)
     said = serving.parse_args(["--model", "m", "--listen", str(listen), *words])
     assert started == serve.settings_of(said)
     assert bool(words) == (started != EngineConfig("m", listen, config_file=Path(os.devnull)))

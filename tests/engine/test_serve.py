@@ -60,6 +60,7 @@ NOWHERE = "unix:/tmp/nobody-is-here.sock"
         ("--log-file /nowhere/x.log", "--log-file", "No such file"),
         ("--log-format xml", "--log-format", "plain"),
         ("--log-prompts --log-level warning", "--log-prompts", "leave it out"),
+        ("--log-prompts --no-log-requests", "--log-prompts", "leave it out"),
         ("--listen=", "--listen", "unix:PATH"),
         ("--frobnicate", "--frobnicate", "unrecognized"),
     ],

@@ -1,6 +1,7 @@
 """What the service refuses, with which status, and which field it names."""
 
 import asyncio
+import logging
 import math
 from pathlib import Path
 from typing import Any, cast
@@ -156,7 +157,12 @@ def test_more_requests_than_the_queue_holds_are_refused(served: Served) -> None:
 # --- when the worker is over ---------------------------------------------------------------
 
 
-def test_when_the_worker_is_over_every_call_says_so(directory: Path) -> None:
+@pytest.mark.parametrize("lines", [True, False])
+def test_when_the_worker_is_over_every_call_says_so(
+    directory: Path, caplog: pytest.LogCaptureFixture, lines: bool
+) -> None:
+    caplog.set_level(logging.INFO, "engine.account")
+
     def load() -> Core:
         raise RuntimeError("the device is lost")
 
@@ -169,7 +175,7 @@ def test_when_the_worker_is_over_every_call_says_so(directory: Path) -> None:
     listen = Listen(directory / "engine.sock", None)
 
     async def run() -> tuple[list[grpc.Call], list[grpc.Call]]:
-        service = EngineService(worker, Accounts(prompts=False))
+        service = EngineService(worker, Accounts(lines, prompts=False))
         service.open(model, Prefix(worker.post))
         server = grpc.aio.server()
         engine_pb2_grpc.add_EngineServicer_to_server(service, server)
@@ -188,6 +194,7 @@ def test_when_the_worker_is_over_every_call_says_so(directory: Path) -> None:
         assert "the device is lost" in (error.details() or "")
     # While the engine stops, whoever asks is told to go elsewhere.
     assert generate.code() == warm.code() == grpc.StatusCode.UNAVAILABLE
+    assert ("request" in caplog.messages) == lines
 
 
 class EncodesIds:
