@@ -1,8 +1,10 @@
 """`cachestore-admin service` as a person meets it."""
 
 import json
+import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,7 +104,7 @@ def test_folders_are_those_that_the_daemons_use(
         assert place.logs == folders.user_log_path
         assert place.cache == folders.user_cache_path
         assert place.config == folders.user_config_path / "config.toml"
-    assert own_place() == linux.place
+    assert own_place() == replace(linux.place, chosen=(linux.place.runtime,))
 
 
 def test_the_file_says_what_the_command_line_does_not(
@@ -176,12 +178,42 @@ def test_data_is_removed_only_after_a_yes(
     assert linux.pids() == {}
 
 
-def test_purge_never_removes_a_folder_around_the_home(
-    linux: Machine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("chosen", [".", "{home}", "{home}/x/..", "{home}/..", "foreign", "/"])
+def test_purge_leaves_a_folder_that_a_variable_names(
+    chosen: str,
+    linux: Machine,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("MLX_CACHESTORE_CACHE_DIR", str(linux.place.home.parent))
+    """It may hold anything else as well."""
+    monkeypatch.chdir(directory)
+    foreign = [linux.place.home / "letter", directory / "foreign" / "letter"]
+    for file in foreign:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("mine")
+    path = chosen.format(home=linux.place.home)
+    monkeypatch.setenv("MLX_CACHESTORE_CACHE_DIR", path)
     assert service("uninstall", "--purge", "--yes") == 0
-    assert linux.place.home.is_dir()
+    assert all(file.exists() for file in foreign)
+    said = capsys.readouterr().out
+    assert "rm -r" not in said
+    assert f"What stays: {Path(os.path.abspath(path))}" in said
+
+
+def test_purge_leaves_a_link_and_what_it_leads_to(
+    linux: Machine, directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = directory / "elsewhere" / "model"
+    file.parent.mkdir()
+    file.write_text("weights")
+    linux.place.cache.parent.mkdir(parents=True)
+    linux.place.cache.symlink_to(file.parent)
+    linux.place.logs.mkdir(parents=True)
+    assert service("uninstall", "--purge", "--yes") == 0
+    assert file.exists()
+    assert not linux.place.logs.exists()
+    assert f"What stays: {linux.place.cache}" in capsys.readouterr().out
 
 
 def test_logs_shows_the_last_lines_of_each(

@@ -99,7 +99,7 @@ def _install(flags: argparse.Namespace, place: Place, installer: Installer) -> i
 def _uninstall(flags: argparse.Namespace, place: Place, installer: Installer) -> int:
     if flags.purge and flags.only:
         raise DeployError("--purge removes what both share: leave --only out")
-    purge = flags.purge and (flags.dry_run or _agreed(installer.data(), yes=flags.yes))
+    purge = flags.purge and (flags.dry_run or _agreed(installer.purgeable(), yes=flags.yes))
     installer.uninstall(_names(flags))
     if purge:
         installer.purge()

@@ -80,16 +80,24 @@ class Installer:
     def data(self) -> list[Path]:
         """What `uninstall` leaves."""
         place = self._place
-        folders = (place.logs, place.cache, place.runtime)
-        # Somebody may have pointed one of them anywhere by an environment variable.
-        return [path for path in folders if path.is_dir() and not place.home.is_relative_to(path)]
+        return [path for path in (place.logs, place.cache, place.runtime) if path.is_dir()]
+
+    def purgeable(self) -> list[Path]:
+        """Of the data: what is surely ours. A folder that somebody has chosen, by a variable or a
+        link, may hold anything else as well."""
+        chosen = self._place.chosen
+        return [path for path in self.data() if path not in chosen and not path.is_symlink()]
 
     def purge(self) -> None:
-        for path in self.data():
+        for path in self.purgeable():
             self._shell.say(f"+ rm -r {path}")
-            if not self._shell.dry:
+            if self._shell.dry:
+                continue
+            try:
                 shutil.rmtree(path)
-                _remove_empty(path.parent)
+            except OSError as error:
+                raise DeployError(f"{error.filename}: {error.strerror}") from error
+            _remove_empty(path.parent)
 
     def start(self, names: Sequence[str]) -> None:
         for name in self._ready_to_change(names):

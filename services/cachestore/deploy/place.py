@@ -19,7 +19,8 @@ class Place:
 
     `config` is the file that the daemons read unless told another; it need not be there.
     `definitions` is where the service manager looks for its files. Clients find the sockets in
-    `runtime` by themselves, see `cachestore.endpoint`.
+    `runtime` by themselves, see `cachestore.endpoint`. `chosen` are those of these folders that
+    variables of the environment name.
     """
 
     home: Path
@@ -29,6 +30,7 @@ class Place:
     cache: Path
     definitions: Path
     user: str | None = None
+    chosen: tuple[Path, ...] = ()
 
 
 def launchd_place(home: Path, user: str | None = None) -> Place:
@@ -58,13 +60,19 @@ def systemd_place(home: Path, runtime: Path) -> Place:
 def own_place() -> Place:
     """That of who runs this, with what the environment says."""
     home, runtime = Path.home(), endpoint.runtime_path()
+    named = {
+        name: Path(os.path.abspath(os.environ[name]))
+        for name in (variables.RUNTIME_DIR, variables.CACHE_DIR)
+        if os.environ.get(name)
+    }
     usual = launchd_place(home) if sys.platform == "darwin" else systemd_place(home, runtime)
     return replace(
         usual,
         config=settings.default_file(),
         runtime=runtime,
         logs=platformdirs.user_log_path(APP),
-        cache=Path(os.environ.get(variables.CACHE_DIR) or platformdirs.user_cache_path(APP)),
+        cache=named.get(variables.CACHE_DIR, platformdirs.user_cache_path(APP)),
+        chosen=tuple(named.values()),
     )
 
 
