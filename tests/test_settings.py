@@ -179,6 +179,8 @@ FILES = [
     ("[engine]\nmodel = 'a'\nmodel = 'b'", "Cannot overwrite a value (at "),
     ("[engine", "Expected ']'"),
     (b"[engine]\nmodel = '\xff'", "can't decode byte 0xff"),
+    ('[engine]\nlog-file = "a\\u0000b"', "[engine] log-file: has a zero byte in it"),
+    (f"x = {'[' * 5000}", "nested too deeply"),
 ]
 
 

@@ -90,6 +90,8 @@ class Setting:
 
     def _word(self, text: str) -> str:
         read: Any = self.action.type or str
+        if "\0" in text:
+            raise ValueError("has a zero byte in it")
         try:
             value = read(text)
         except argparse.ArgumentTypeError as error:
@@ -221,6 +223,17 @@ def default_file() -> Path:
     return platformdirs.user_config_path("mlx-cachestore") / "config.toml"
 
 
+def load(path: Path) -> dict[str, Any]:
+    """What a file says, unchecked. Raises OSError, and SettingsError when it is not TOML."""
+    with path.open("rb") as file:
+        try:
+            return tomllib.load(file)
+        except RecursionError:
+            raise SettingsError(f"{path}: nested too deeply") from None
+        except ValueError as error:  # or not UTF-8
+            raise SettingsError(f"{path}: {error}") from None
+
+
 def silenced() -> dict[str, str]:
     """Environment of a process for which neither the user's variables nor files set any flag."""
     prefixes = tuple(map(_prefix, TABLES))
@@ -234,14 +247,11 @@ def _read(typed: Mapping[str, Any]) -> tuple[Path | None, dict[str, Any]]:
     path = default_file() if chosen is None else Path(chosen).absolute()
     how = "" if chosen is None else "--config " if "config" in typed else f"{variables.CONFIG} "
     try:
-        with path.open("rb") as file:
-            return path, tomllib.load(file)
+        return path, load(path)
     except OSError as error:
         if chosen is None and isinstance(error, FileNotFoundError | NotADirectoryError):
             return None, {}
         raise SettingsError(f"{how}{path}: {error.strerror}") from None
-    except ValueError as error:  # not TOML, or not UTF-8
-        raise SettingsError(f"{path}: {error}") from None
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -64,6 +64,7 @@ def test_a_dry_run_shows_the_daemons_commands(
         (["--model", "m", "--config", "/nowhere.toml"], "/nowhere.toml: No such file"),
         (["--model", "m", "--system"], "--system is for macOS.*loginctl enable-linger"),
         (["--model", "a\nb"], "cannot have 'a.nb'"),
+        (["--model", "m", "--budget", "1\nGiB"], "cannot have '1.nGiB'"),
     ],
 )
 def test_what_cannot_be_installed_is_said_in_a_line(
@@ -137,6 +138,43 @@ def test_the_file_may_not_start_a_second_store_or_end_the_service(
     file.write_text('[engine]\nmodel = "m"\ncachestore = "off"\n')
     assert service("install", "--config", file, "--dry-run") == 0
     assert "--cachestore" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('[engine]\ndrain-seconds = "90"', "drain-seconds in .engine. must be a whole number"),
+        ("[engine]\ndrain-seconds = nan", "drain-seconds in .engine. must be a whole number"),
+        ("[engine]\ndrain-seconds = true", "drain-seconds in .engine. must be a whole number"),
+        ("[engine]\ndrain-seconds = -90", "drain-seconds in .engine. must be a whole number"),
+        ("[cachestore]\nsocket = 5", "socket in .cachestore. must be a string, not 5"),
+        ("x = " + "[" * 5000, "a.toml: nested too deeply"),
+    ],
+)
+def test_a_file_that_no_daemon_reads_is_refused_in_a_line(
+    content: str, reason: str, directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = directory / "a.toml"
+    file.write_text(content)
+    assert service("install", "--model", "m", "--config", file, "--dry-run") == 1
+    assert re.match(f"error: .*{reason}", error(capsys))
+
+
+def test_relative_paths_begin_where_the_daemons_run(
+    linux: Machine,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = directory / "a.toml"
+    file.write_text('[cachestore]\nsocket = "x.sock"\n')
+    monkeypatch.chdir(directory)
+    monkeypatch.setenv("MLX_CACHESTORE_CACHE_DIR", "cache")
+    assert service("install", "--model", "m", "--config", file, "--dry-run") == 0
+    said = capsys.readouterr().out
+    assert f"--cachestore unix:{linux.place.home}/x.sock" in said
+    # What a variable names is meant from here.
+    assert f'Environment="MLX_CACHESTORE_CACHE_DIR={directory}/cache"' in said
 
 
 def test_status_says_with_its_exit_code_whether_all_run(

@@ -92,9 +92,9 @@ def test_only_a_daemon_of_the_system_names_its_user_and_home(path: Path) -> None
     assert (found.get("UserName"), home) == expected
 
 
-@pytest.mark.parametrize("drain", [None, 0.5, 300])
+@pytest.mark.parametrize("drain", [None, 1, 300])
 @pytest.mark.parametrize("name", NAMES)
-def test_nobody_is_killed_while_it_drains(name: str, drain: float | None) -> None:
+def test_nobody_is_killed_while_it_drains(name: str, drain: int | None) -> None:
     daemon = made(launchd_place(Path("/Users/a")), drain_seconds=drain)[name]
     allowed = plistlib.loads(plist(daemon))["ExitTimeOut"]
     assert allowed > (drain or DRAIN_SECONDS if name == ENGINE else 1)

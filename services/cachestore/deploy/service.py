@@ -1,6 +1,5 @@
 """What launchd and systemd are told about the two daemons, written once for both."""
 
-import math
 import os
 import shlex
 from collections.abc import Mapping
@@ -30,8 +29,9 @@ CACHESTORE_START_SECONDS = 60
 CACHESTORE_STOP_SECONDS = 20
 
 # What of the environment of an installation its daemons get as well. No flags: a file has those.
+FOLDERS = (variables.RUNTIME_DIR, variables.CACHE_DIR)
 CARRIED = (
-    *(variables.RUNTIME_DIR, variables.CACHE_DIR, variables.SHM),
+    *(*FOLDERS, variables.SHM),
     *("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE"),
 )
 
@@ -52,7 +52,7 @@ class Setup:
     model: str | None = None
     budget: str | None = None
     config: Path | None = None
-    drain_seconds: float | None = None
+    drain_seconds: int | None = None
     attach: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -88,7 +88,7 @@ def crash_log(place: Place, name: str) -> Path:
 
 def services(setup: Setup, place: Place) -> dict[str, Service]:
     """Both daemons, by name."""
-    drain = DRAIN_SECONDS if setup.drain_seconds is None else math.ceil(setup.drain_seconds)
+    drain = DRAIN_SECONDS if setup.drain_seconds is None else setup.drain_seconds
     store_flags = _flags(budget=setup.budget)
     engine_flags = _flags(
         model=setup.model,
@@ -130,7 +130,11 @@ def services(setup: Setup, place: Place) -> dict[str, Service]:
 
 
 def carried(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: environment[name] for name in CARRIED if environment.get(name)}
+    """Our folders absolute: the daemons run elsewhere."""
+    found = {name: environment[name] for name in CARRIED if environment.get(name)}
+    return {
+        name: os.path.abspath(text) if name in FOLDERS else text for name, text in found.items()
+    }
 
 
 def command_text(arguments: tuple[str, ...]) -> str:

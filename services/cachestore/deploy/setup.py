@@ -2,12 +2,11 @@
 
 import os
 import sys
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cachestore import endpoint, variables
+from cachestore import endpoint, settings, variables
 from cachestore.budget import parse_budget, physical_memory_bytes
 from cachestore.deploy.place import Place
 from cachestore.deploy.service import CACHESTORE, ENGINE, DeployError, Setup, carried
@@ -22,12 +21,12 @@ def make_setup(
     chosen_file = config or os.environ.get(variables.CONFIG) or None
     path = None if chosen_file is None else Path(os.path.abspath(chosen_file))
     tables = read_tables(path, place)
-    settings = tables.get(ENGINE, {})
-    if engine and model is None and "model" not in settings:
+    engine_table = tables.get(ENGINE, {})
+    if engine and model is None and "model" not in engine_table:
         raise DeployError("--model: the engine needs one, here or in [engine] of --config")
     if budget is not None:
         _check_budget(budget)
-    chosen = settings.get("cachestore")
+    chosen = engine_table.get("cachestore")
     if chosen == "auto":
         raise DeployError(
             f'{path or place.config}: cachestore = "auto" in [engine] would start a second store '
@@ -43,7 +42,7 @@ def make_setup(
         model=None if model is None else _model(model),
         budget=budget,
         config=path,
-        drain_seconds=settings.get("drain-seconds"),
+        drain_seconds=_drain_seconds(tables),
         attach=cachestore_socket(tables, place) if chosen is None else None,
         environment=carried(os.environ) if place.user is None else {},
     )
@@ -60,33 +59,49 @@ def read_tables(path: Path | None, place: Place) -> Tables:
             return {}
         path = place.config
     try:
-        found = tomllib.loads(path.read_text())
+        found = settings.load(path)
     except OSError as error:
         raise DeployError(f"{path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DeployError(f"{path}: {error}") from error
+    except settings.SettingsError as error:
+        raise DeployError(str(error)) from error
     return {name: table for name, table in found.items() if isinstance(table, dict)}
 
 
 def cachestore_socket(tables: Tables, place: Place) -> Path:
     """Where the store of this configuration listens. Raises DeployError."""
-    chosen = tables.get(CACHESTORE, {}).get("socket", place.runtime / "cachestore.sock")
-    return _socket(chosen, suffix=endpoint.SESSION_SUFFIX)
+    chosen = _text(tables, CACHESTORE, "socket", str(place.runtime / "cachestore.sock"))
+    return _socket(chosen, place, suffix=endpoint.SESSION_SUFFIX)
 
 
 def address(name: str, tables: Tables, place: Place) -> str:
     """Where a daemon listens: unix:PATH or HOST:PORT. Raises DeployError."""
     if name == CACHESTORE:
         return f"unix:{cachestore_socket(tables, place)}"
-    chosen = str(tables.get(ENGINE, {}).get("listen", f"unix:{place.runtime / 'engine.sock'}"))
+    chosen = _text(tables, ENGINE, "listen", f"unix:{place.runtime / 'engine.sock'}")
     if not chosen.startswith("unix:"):
         return chosen
-    return f"unix:{_socket(chosen.removeprefix('unix:'))}"
+    return f"unix:{_socket(chosen.removeprefix('unix:'), place)}"
 
 
-def _socket(text: str | Path, suffix: str = "") -> Path:
+def _text(tables: Tables, name: str, key: str, default: str) -> str:
+    found = tables.get(name, {}).get(key, default)
+    if not isinstance(found, str):
+        raise DeployError(f"{key} in [{name}] must be a string, not {found!r}")
+    return found
+
+
+def _drain_seconds(tables: Tables) -> int | None:
+    found = tables.get(ENGINE, {}).get("drain-seconds")
+    if found is not None and (type(found) is not int or found < 0):
+        raise DeployError(f"drain-seconds in [engine] must be a whole number, not {found!r}")
+    return found
+
+
+def _socket(text: str, place: Place, suffix: str = "") -> Path:
+    """A relative path begins where the daemons run, not where this does."""
+    path = os.path.join(place.home, text) if text else text
     try:
-        return endpoint.socket_path(text, flag="socket", suffix=suffix)
+        return endpoint.socket_path(path, flag="socket", suffix=suffix)
     except endpoint.EndpointError as error:
         raise DeployError(str(error)) from error
 
@@ -110,7 +125,7 @@ def _model(text: str) -> str:
 
 def _refuse_control_characters(setup: Setup, place: Place) -> None:
     """Neither kind of definition can hold them, and nobody means them."""
-    texts = [setup.model, setup.config, setup.attach, place.home, place.logs, setup.python]
-    for text in (*texts, *setup.environment.values()):
+    texts = [setup.model, setup.budget, setup.config, setup.attach, setup.python]
+    for text in (*texts, place.home, place.logs, *setup.environment.values()):
         if text is not None and not str(text).isprintable():
             raise DeployError(f"a service cannot have {str(text)!r} in its command")
