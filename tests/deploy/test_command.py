@@ -4,15 +4,20 @@ import json
 import os
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import HealthServicer
 from platformdirs.macos import MacOS
 from platformdirs.unix import Unix
 
 from cachestore.admin import main
 from cachestore.deploy import tail
+from cachestore.deploy.health import serving
 from cachestore.deploy.place import APP, launchd_place, own_place
 from cachestore.deploy.service import ENGINE, NAMES
 from tests.support.managers import Machine
@@ -265,6 +270,30 @@ def test_logs_shows_the_last_lines_of_each(
     assert service("logs", "--lines", "2") == 0
     said = capsys.readouterr().out
     assert said == "cachestore | Traceback\nengine | line 7\nengine | line 8\n"
+
+
+@pytest.mark.parametrize("lines", ["-1", "few", "9" * 30])
+def test_logs_takes_a_number_of_lines(lines: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        service("logs", f"--lines={lines}")
+    assert ended.value.code == 2
+    assert error(capsys) == f"error: --lines: {lines!r} is not a number of lines"
+
+
+def test_a_proxy_has_no_say_in_whether_a_daemon_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    servicer = HealthServicer()
+    servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    try:
+        assert serving(address)
+    finally:
+        server.stop(None).wait()
 
 
 def test_logs_follows_a_file_that_is_renamed(

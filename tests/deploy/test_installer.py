@@ -168,3 +168,8 @@ def test_a_definition_that_somebody_broke_is_named(machine: Machine) -> None:
     broken.write_text("nonsense")
     with pytest.raises(DeployError, match=r"cannot be read.*install it again"):
         installer.status(NAMES)
+    installer.install(machine.setup(), NAMES)
+    assert len(machine.pids()) == 2
+    broken.write_text("nonsense")
+    installer.uninstall(NAMES)
+    assert machine.pids() == {}

@@ -135,3 +135,22 @@ def test_the_system_domain_is_used_for_daemons(mac: Machine) -> None:
     label = LABELS[ENGINE]
     assert f"+ launchctl bootstrap system /Library/LaunchDaemons/{label}.plist" in mac.said
     assert f"+ launchctl enable system/{label}" in mac.said
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'<?xml version="1.0"?><plist><dict>',
+        plistlib.dumps({}),
+        plistlib.dumps([1]),
+        plistlib.dumps({"ProgramArguments": []}),
+        plistlib.dumps({"ProgramArguments": [1]}),
+        b"",
+    ],
+)
+def test_a_file_without_a_program_is_named(mac: Machine, content: bytes) -> None:
+    mac.installer().install(mac.setup(), ONE)
+    path = mac.place.definitions / f"{LABELS[CACHESTORE]}.plist"
+    path.write_bytes(content)
+    with pytest.raises(DeployError, match=rf"^{path} .*: install it again$"):
+        mac.installer().status(ONE)

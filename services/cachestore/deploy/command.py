@@ -26,6 +26,7 @@ from cachestore.flags import Parser
 # As `systemctl status` has it.
 EXIT_NOT_RUNNING = 3
 _LINES = 20
+_DIGITS_MAX = 10
 
 _Run = Callable[[argparse.Namespace, Place, Installer], int]
 
@@ -61,7 +62,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     logs = add("logs", _logs, "the last lines of their logs", changes=False)
     logs.add_argument("--follow", action="store_true", help="and what is added, until Ctrl-C")
     logs.add_argument(
-        "--lines", type=int, default=_LINES, metavar="N", help="of each (default: %(default)s)"
+        "--lines", type=_lines, default=_LINES, metavar="N", help="of each (default: %(default)s)"
     )
 
 
@@ -201,6 +202,12 @@ def manager_of(shell: Shell, place: Place) -> Manager:
     if not shell.dry and shutil.which("systemctl") is None:
         raise DeployError("no systemd here: run cachestore serve and engine serve by other means")
     return Systemctl(shell, place)
+
+
+def _lines(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < _DIGITS_MAX):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of lines")
+    return int(text)
 
 
 def _names(flags: argparse.Namespace) -> tuple[str, ...]:

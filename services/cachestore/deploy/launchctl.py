@@ -4,11 +4,13 @@ Its subcommands return before they are done: after `bootout` a service may be th
 and `bootstrap` then fails. So we wait until `print` no longer knows it, and try again a few times.
 """
 
+import contextlib
 import os
 import plistlib
 import re
 from pathlib import Path
 from typing import Any
+from xml.parsers.expat import ExpatError
 
 from cachestore.deploy import launchd
 from cachestore.deploy.manager import State
@@ -51,7 +53,10 @@ class Launchctl:
         return launchd.plist(service)
 
     def arguments(self, name: str) -> tuple[str, ...]:
-        return tuple(self._definition(name)["ProgramArguments"])
+        words = self._definition(name).get("ProgramArguments")
+        if not (isinstance(words, list) and words and all(isinstance(word, str) for word in words)):
+            raise DeployError(f"{self.path(name)} names no program: install it again")
+        return tuple(words)
 
     def install(self, service: Service) -> None:
         if self._loaded(service.name):
@@ -124,15 +129,17 @@ class Launchctl:
     def _definition(self, name: str) -> dict[str, Any]:
         path = self.path(name)
         try:
-            return dict(plistlib.loads(path.read_bytes()))
-        except (OSError, ValueError, plistlib.InvalidFileException) as error:
+            found = plistlib.loads(path.read_bytes())
+        except (OSError, ValueError, ExpatError) as error:
             raise DeployError(f"{path} cannot be read ({error}): install it again") from error
+        return found if isinstance(found, dict) else {}
 
     def _stop_seconds(self, name: str) -> float:
-        allowed = _STOP_SECONDS_DEFAULT
-        if self.path(name).exists():
-            allowed = int(self._definition(name).get("ExitTimeOut", allowed))
-        return allowed + _MARGIN_SECONDS
+        allowed = None
+        # Also one whose file somebody broke can be removed or replaced.
+        with contextlib.suppress(DeployError):
+            allowed = self._definition(name).get("ExitTimeOut")
+        return (allowed if isinstance(allowed, int) else _STOP_SECONDS_DEFAULT) + _MARGIN_SECONDS
 
 
 def _number(key: str, text: str) -> int | None:

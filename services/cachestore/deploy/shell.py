@@ -41,8 +41,8 @@ def execute(command: Sequence[str]) -> Result:
             errors="replace",
             check=False,
         )
-    except FileNotFoundError:
-        return Result(_NO_SUCH_COMMAND, f"{command[0]}: not found")
+    except OSError as error:
+        return Result(_NO_SUCH_COMMAND, f"{command[0]}: {error.strerror}")
     return Result(done.returncode, done.stdout)
 
 
