@@ -26,6 +26,8 @@ from cachestore.endpoint import EndpointError, TcpAddress
 FLAG = "--metrics"
 # A scraper that says nothing for so long is gone.
 _SILENCE_SECONDS = 5.0
+# At once. Each takes a thread and a descriptor, which the daemon needs for its own work.
+SCRAPES_MAX = 16
 # How long the end of serving takes at most.
 _POLL_SECONDS = 0.2
 
@@ -147,7 +149,25 @@ class _Server(ThreadingWSGIServer):
 
     def __init__(self, family: int, address: tuple[str, int]) -> None:
         self.address_family = family
+        self._free = threading.BoundedSemaphore(SCRAPES_MAX)
         super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """On a thread of its own; one that is too many is cut off."""
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         _log.debug("a scrape broke off", exc_info=True)

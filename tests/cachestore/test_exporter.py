@@ -1,5 +1,6 @@
 """The endpoint that a Prometheus server scrapes, and whom it does not listen to."""
 
+import contextlib
 import http.client
 import socket
 import threading
@@ -15,6 +16,7 @@ from cachestore.endpoint import EndpointError, TcpAddress, tcp_address
 from cachestore.exporter import Families
 from cachestore.histogram import Histogram
 from tests.support.scrapes import Scrape, scrape
+from tests.support.waiting import until
 
 
 class One(Collector):
@@ -72,6 +74,19 @@ def test_only_get_is_answered(served: TcpAddress, method: str) -> None:
 def test_a_scraper_that_says_nothing_holds_up_nobody(served: TcpAddress) -> None:
     with socket.create_connection((served.host, served.port)):
         assert get(served)["test_answer"] == 42
+
+
+def test_connections_without_end_take_few_threads_and_descriptors(served: TcpAddress) -> None:
+    before = threading.active_count()
+    with contextlib.ExitStack() as opened:
+        for _ in range(4 * exporter.SCRAPES_MAX):
+            connection = socket.create_connection((served.host, served.port), timeout=10)
+            opened.enter_context(connection)
+        # One that is too many is told so: all before it have been accepted.
+        assert connection.recv(1) == b""
+        assert threading.active_count() <= before + exporter.SCRAPES_MAX
+    until(lambda: threading.active_count() == before, "their threads to end")
+    assert get(served)["test_answer"] == 42
 
 
 def test_at_the_end_the_port_is_free_and_the_thread_gone() -> None:
