@@ -151,6 +151,15 @@ class _RotatingFile(RotatingFileHandler):
     """Private, and begun anew also when somebody else moved it away: newsyslog, or a second
     process that writes to it."""
 
+    _failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A line that cannot be written is lost, and that is said once: stderr may be a file on
+        the same full disk, which nobody rotates."""
+        if not self._failed:
+            self._failed = True
+            super().handleError(record)
+
     def _open(self) -> TextIOWrapper:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         fd = os.open(self.baseFilename, flags, 0o600)

@@ -64,4 +64,4 @@ class Notifier:
         ):
             sender.setblocking(False)
             sender.connect(address)
-            sender.send(state.encode())
+            sender.send(state.encode(errors="backslashreplace"))

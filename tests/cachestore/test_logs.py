@@ -1,6 +1,7 @@
 """The lines of a log, and the files that they are in."""
 
 import argparse
+import contextlib
 import json
 import logging
 import re
@@ -152,3 +153,16 @@ def test_a_log_file_that_cannot_be_opened_is_one_line_and_exit_code_2(directory:
     )
     assert refused.returncode == 2
     assert refused.stderr == "error: --log-file /nowhere/x.log: No such file or directory\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file of an ever full disk here")
+def test_a_full_disk_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    begin(Path("/dev/full"))
+    for _ in range(3):
+        log.warning("lost")
+    said = capsys.readouterr().err
+    (handler,) = logging.getLogger().handlers
+    with contextlib.suppress(OSError):
+        handler.close()
+    assert said.count("Logging error") == 1
+    assert "No space left on device" in said

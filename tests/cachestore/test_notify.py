@@ -31,6 +31,12 @@ def test_a_manager_that_has_gone_harms_nobody(directory: Path) -> None:
         assert "STATUS=" + "x" * 100 in manager.heard
 
 
+def test_a_name_that_is_not_utf8_harms_nobody(directory: Path) -> None:
+    with Manager(directory / "manager") as manager:
+        Notifier.take(dict(manager.environment)).status("loading models/\udcff")
+        assert manager.heard == [r"STATUS=loading models/\udcff"]
+
+
 @pytest.mark.parametrize(
     "address",
     [
