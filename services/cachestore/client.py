@@ -251,7 +251,8 @@ class Client:
             self._call(self._stub.Abort, pb.AbortRequest(reservation_id=reservation_id))
 
     def stats(self) -> pb.StatsResponse:
-        return self._call(self._stub.Stats, pb.StatsRequest())
+        answer = self._call(self._stub.Stats, pb.StatsRequest())
+        return _checked(lambda: reply.stats(answer))
 
     def namespaces(self) -> list[pb.NamespaceStats]:
         return list(self._call(self._stub.ListNamespaces, pb.ListNamespacesRequest()).namespaces)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from cachestore.config import BUDGET_BYTES_MIN
 from cachestore.extent import Extent
 from cachestore.v1 import cachestore_pb2
 from cachestore.write import Piece, StagedCheckpoint
@@ -98,6 +99,13 @@ class Reservation:
     @property
     def end(self) -> int:
         return self.pieces[-1].first_token + self.pieces[-1].rows if self.pieces else self.have
+
+
+def stats(reply: cachestore_pb2.StatsResponse) -> cachestore_pb2.StatsResponse:
+    """Checks what people are told to do something about."""
+    if reply.pid < 1 or reply.bytes_budget < BUDGET_BYTES_MIN:
+        raise Contradiction(f"process {reply.pid} with a budget of {reply.bytes_budget} bytes")
+    return reply
 
 
 def lease(reply: cachestore_pb2.LookupResponse, limit: int, checkpointed: bool = False) -> Lease:

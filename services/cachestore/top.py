@@ -49,7 +49,8 @@ class History:
         self._told: deque[Report] = deque()
 
     def add(self, found: Report) -> None:
-        if self._told and self._told[-1]["pid"] != found["pid"]:
+        # Another daemon, in a container perhaps with the same id.
+        if self._told and (self._last["pid"] != found["pid"] or _younger(found, self._last)):
             self._told.clear()
         self._told.append(found)
         # The first one that is as old as the window, or older, stays.
@@ -202,6 +203,10 @@ def _bar(share: float) -> Text:
 
 def _rate(count: int, history: History) -> str:
     return f"{count / history.seconds:,.1f}" if history.seconds else "-"
+
+
+def _younger(found: Report, other: Report) -> bool:
+    return bool(found["uptime_seconds"] < other["uptime_seconds"])
 
 
 def _value(found: Report, path: Sequence[str]) -> int:

@@ -253,3 +253,10 @@ def test_room_for_checkpoints_that_cannot_be_is_refused(
     spoil(answer)
     with pytest.raises(Contradiction):
         reply.reservation(answer, request_for_states())
+
+
+@pytest.mark.parametrize(("pid", "budget"), [(0, 1 << 30), (7, 0), (7, (16 << 20) - 1)])
+def test_a_daemon_that_cannot_be_is_not_shown(pid: int, budget: int) -> None:
+    with pytest.raises(Contradiction):
+        reply.stats(pb.StatsResponse(pid=pid, bytes_budget=budget))
+    assert reply.stats(pb.StatsResponse(pid=7, bytes_budget=1 << 30)).pid == 7

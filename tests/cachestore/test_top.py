@@ -42,6 +42,8 @@ def test_changes_are_those_of_the_last_minute_of_one_daemon() -> None:
         assert history.change("lookups", "miss") == history.seconds == min(second, 60)
     history.add(told(2, 3.0, 6))
     assert (history.seconds, history.change("lookups", "miss")) == (3.0, 6)
+    history.add(told(2, 1.0, 0))  # the first process of a container is always the same
+    assert (history.seconds, history.change("lookups", "miss")) == (1.0, 0)
 
 
 def full_store() -> Client:
