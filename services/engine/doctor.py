@@ -206,13 +206,13 @@ def _version(distribution: str) -> str | None:
 def _hub_folder() -> Path:
     """Where Hugging Face keeps what it has fetched."""
     home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+    return Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub"))
 
 
 def _folder(path: Path) -> Folder:
-    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    there = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
     why_not = ""
-    if not there.is_dir():
+    if not os.path.isdir(there):
         why_not = f"{there} is not a folder"
     elif not os.access(there, os.W_OK | os.X_OK):
         why_not = f"{there} is not writable for us"

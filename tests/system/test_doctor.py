@@ -289,6 +289,17 @@ def test_an_engine_that_caches_nothing_is_found(reason: str, advice: str) -> Non
     assert f"caches nothing: {reason}" in found.problem
 
 
+def test_a_folder_that_cannot_be_looked_at_is_no_reason_to_fail(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variables.RUNTIME_DIR, str(directory))
+    for name in (variables.CACHE_DIR, "HF_HOME"):
+        # A name that no folder can have: root may look at all others.
+        for path in (directory / ("d" * 300), "~no-such-user/models"):
+            monkeypatch.setenv(name, str(path))
+            assert engine_findings(capsys) == []
+
+
 def test_an_engine_doctor_that_fails_is_a_finding(
     directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,6 +308,7 @@ def test_an_engine_doctor_that_fails_is_a_finding(
         (("sleep", "60"), "has not ended within 0 s"),
         ((sys.executable, "-c", "raise SystemExit('no module named mlx')"), "no module named mlx"),
         (("/no/such/python",), "cannot be run"),
+        (("printf", r"\377"), "it says nothing"),
     ):
         monkeypatch.setattr(facts, "_ENGINE", program)
         monkeypatch.setattr(facts, "ENGINE_SECONDS", 0.3 if program[0] == "sleep" else 30.0)

@@ -169,6 +169,7 @@ def _engine(words: Sequence[str]) -> EngineReport:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=ENGINE_SECONDS,
             check=False,
         )
