@@ -104,6 +104,20 @@ def test_nothing_but_data_is_left(machine: Machine) -> None:
     assert not tree(machine.place.home)
 
 
+def test_the_folder_of_sockets_goes_with_the_services(mac: Machine) -> None:
+    installer = mac.installer()
+    installer.install(mac.setup(), NAMES)
+    mac.place.runtime.mkdir(parents=True)
+    stays = mac.place.runtime / "cachestore.log"
+    stays.touch()
+    installer.uninstall(NAMES)
+    assert stays.exists()
+    stays.unlink()
+    installer.uninstall(NAMES)
+    assert not mac.place.runtime.parent.exists()
+    assert mac.place.home.exists()
+
+
 def test_removing_what_is_not_there_is_no_error(machine: Machine) -> None:
     machine.installer().uninstall(NAMES)
     assert machine.said == ["engine: not installed", "cachestore: not installed"]

@@ -224,8 +224,8 @@ class Installer:
 
 
 def _remove_empty(folder: Path) -> None:
-    """It and those around it, as far as they are ours."""
-    while APP in folder.name:
+    """It and those around it, as far as they are ours: on macOS the first is in one that is."""
+    while APP in folder.name or APP in folder.parent.name:
         with contextlib.suppress(OSError):  # not empty, or not there
             folder.rmdir()
         folder = folder.parent
