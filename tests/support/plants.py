@@ -115,6 +115,14 @@ def a_service_whose_python_is_gone(directory: Path) -> Iterator[Environment]:
 
 
 @contextlib.contextmanager
+def a_service_that_does_not_run(directory: Path) -> Iterator[Environment]:
+    with a_service_whose_python_is_gone(directory) as environment:
+        (unit,) = directory.rglob(UNITS[CACHESTORE])
+        unit.write_text(unit.read_text().replace("/no/such/python", sys.executable))
+        yield environment
+
+
+@contextlib.contextmanager
 def two_backends(directory: Path) -> Iterator[Environment]:
     yield install(directory, "mlx_cuda_13", "0.32.4")
 

@@ -99,6 +99,13 @@ MISCONFIGURATIONS = (
         linux_only=True,
     ),
     Misconfiguration(
+        plants.a_service_that_does_not_run,
+        "services",
+        "is installed and does not run",
+        "cachestore-admin service start --only cachestore",
+        linux_only=True,
+    ),
+    Misconfiguration(
         plants.two_backends,
         "mlx-backend",
         "overwrite each other",
@@ -332,6 +339,23 @@ def test_a_small_dev_shm_is_found_where_slabs_are_in_it() -> None:
     assert found.check == "shared-memory"
     assert "/dev/shm holds 64.0 MiB" in found.problem
     assert "mount -o remount" in found.advice
+
+
+def test_a_service_is_started_anew_as_a_service(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To kill it would end it for good."""
+    if sys.platform != "linux":
+        pytest.skip("of Linux")
+    monkeypatch.setenv(variables.RUNTIME_DIR, str(directory))
+    with (
+        plants.a_service_that_does_not_run(directory) as environment,
+        plants.a_cachestore_of_another_version(directory),
+    ):
+        monkeypatch.setenv("HOME", environment["HOME"])
+        (found,) = examined(capsys)
+    assert found["check"] == "versions"
+    assert found["advice"] == "start it anew: cachestore-admin service restart --only cachestore"
 
 
 def test_a_model_beside_the_budget_counts() -> None:

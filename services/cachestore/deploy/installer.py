@@ -211,8 +211,7 @@ class Installer:
             )
 
     def _address(self, name: str, arguments: tuple[str, ...]) -> str:
-        tables = setup.read_tables(_config_of(arguments), self._place)
-        return setup.address(name, tables, self._place)
+        return setup.address_of(name, arguments, self._place)
 
     def _last_words(self, name: str) -> str:
         for path in (crash_log(self._place, name), log(self._place, name)):
@@ -238,9 +237,3 @@ def _holder(address: str) -> str:
         return "" if path == address else endpoint.lock_path(Path(path)).read_text().strip()
     except OSError:
         return ""
-
-
-def _config_of(arguments: tuple[str, ...]) -> Path | None:
-    if "--config" not in arguments:
-        return None
-    return Path(arguments[arguments.index("--config") + 1])

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,14 @@ def address(name: str, tables: Tables, place: Place) -> str:
     if not chosen.startswith("unix:"):
         return chosen
     return f"unix:{_socket(chosen.removeprefix('unix:'), place)}"
+
+
+def address_of(name: str, arguments: Sequence[str], place: Place) -> str:
+    """Where a daemon with this command listens. Raises DeployError."""
+    path = None
+    if "--config" in arguments:
+        path = Path(arguments[arguments.index("--config") + 1])
+    return address(name, read_tables(path, place), place)
 
 
 def _text(tables: Tables, name: str, key: str, default: str) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from cachestore.budget import size_text
 from cachestore.config import StoreConfig
+from cachestore.deploy.service import CACHESTORE, ENGINE
 from cachestore.doctor import places
 from cachestore.doctor.facts import Facts
 from cachestore.doctor.finding import Finding, distinct
@@ -32,6 +33,13 @@ def services(facts: Facts) -> Iterator[Finding]:
                 f"the service {service.name} ({service.path}) cannot start: {service.problem}",
                 "cachestore-admin service install",
             )
+        elif not service.runs:
+            yield Finding(
+                "services",
+                f"the service {service.name} ({service.path}) is installed and does not run",
+                f"cachestore-admin service start --only {service.name}; if it ends again, why: "
+                f"cachestore-admin service logs --only {service.name}",
+            )
 
 
 def meeting(facts: Facts) -> Iterator[Finding]:
@@ -44,20 +52,27 @@ def soundness(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "cachestore-sound",
             f"the cachestore (process {store.pid}) has contradicted itself and serves nothing",
-            f"keep its log for a report; end it with: kill {store.pid}, and start it again",
+            f"keep its log for a report, and start it anew: {_anew(facts, CACHESTORE, store.pid)}",
         )
 
 
 def versions(facts: Facts) -> Iterator[Finding]:
-    running = (("cachestore", facts.store), ("engine", facts.engine.engine))
+    running = ((CACHESTORE, facts.store), (ENGINE, facts.engine.engine))
     for name, daemon in running:
         if daemon is not None and daemon.version != facts.version:
             yield Finding(
                 "versions",
                 f"the {name} that runs (process {daemon.pid}) is version {daemon.version}, "
                 f"installed is {facts.version}",
-                f"start it anew: kill {daemon.pid}, then as you started it before",
+                f"start it anew: {_anew(facts, name, daemon.pid)}",
             )
+
+
+def _anew(facts: Facts, name: str, pid: int) -> str:
+    """A service that is only killed ends with 0, and is then not started again."""
+    if any(service.name == name for service in facts.services):
+        return f"cachestore-admin service restart --only {name}"
+    return f"kill {pid}, then as you started it before"
 
 
 def memory(facts: Facts) -> Iterator[Finding]:
@@ -120,7 +135,7 @@ def descriptors(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "descriptors",
             f"{whose} may open {limit} files, and needs up to {needed}",
-            "start it from a shell after: ulimit -n 1024",
+            f"start it from a shell after: ulimit -n {max(1024, needed)}",
         )
 
 

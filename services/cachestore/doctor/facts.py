@@ -14,10 +14,12 @@ from pathlib import Path
 from cachestore import endpoint, serve, shm
 from cachestore.budget import default_budget_bytes, physical_memory_bytes
 from cachestore.client import Client, StoreRefused, StoreUnavailable
+from cachestore.deploy import setup
 from cachestore.deploy.command import manager_of
 from cachestore.deploy.place import own_place
 from cachestore.deploy.service import NAMES, DeployError, program_gone
 from cachestore.deploy.shell import Shell
+from cachestore.doctor import places
 from cachestore.doctor.finding import EngineReport, Finding, settings_of
 from cachestore.doctor.places import Meeting, meeting
 
@@ -56,11 +58,12 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class InstalledService:
-    """`problem` is why it cannot start, empty when it can."""
+    """`problem` is why it cannot start, empty when it can. `runs`: also while it loads."""
 
     name: str
     path: Path
     problem: str
+    runs: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +126,20 @@ def _services() -> Iterator[InstalledService]:
     place = own_place()
     manager = manager_of(Shell(lambda _: None, dry=True), place)
     for name in NAMES:
-        path, problem = manager.path(name), ""
+        path, problem, runs = manager.path(name), "", False
         if not path.exists():
             continue
         try:
             arguments = manager.arguments(name)
             if program_gone(arguments):
                 problem = f"{arguments[0]} is gone, perhaps with its environment"
+            address = setup.address_of(name, arguments, place)
+            socket = address.removeprefix("unix:")
+            # Of an address of TCP it is not known.
+            runs = socket == address or places.runs(Path(socket))
         except DeployError as error:
             problem = str(error)
-        yield InstalledService(name, path, problem)
+        yield InstalledService(name, path, problem, runs)
 
 
 def _machine() -> Machine:

@@ -67,6 +67,11 @@ def look(path: Path) -> Place:
     return Place(path, kind, found.st_uid, stat.S_IMODE(found.st_mode))
 
 
+def runs(socket: Path) -> bool:
+    """Whether a daemon has the lock of that socket: it serves, loads, ends or hangs."""
+    return _lock(endpoint.lock_path(socket), answers=False).held
+
+
 def check(met: Meeting, uid: int) -> Iterator[Finding]:
     """What is wrong with the places of a daemon that runs as user `uid`."""
     yield from _directory(met.directory, uid, private=met.private)
