@@ -84,7 +84,7 @@ OTHERS = {
     "pipx uninstall mlx-cachestore": "pipx's own",
     "apt-get install libopenblas0-pthread": "scripts/setup",
 }
-MAC_OTHERS = {"echo", "footprint", "kill", "launchctl", "plutil", "vm_stat"}
+MAC_OTHERS = {"curl", "echo", "footprint", "kill", "launchctl", "plutil", "vm_stat"}
 
 _PROGRAMS = "engine|cachestore|cachestore-admin"
 _OURS = re.compile(rf"(sudo )?(\.venv/bin/)?(({_PROGRAMS}|python -m)(?= )|scripts/)")
