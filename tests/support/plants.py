@@ -85,6 +85,14 @@ def a_cachestore_with_few_descriptors(directory: Path) -> Iterator[Environment]:
 
 
 @contextlib.contextmanager
+def a_cachestore_with_little_address_space(directory: Path) -> Iterator[Environment]:
+    budget = physical_memory_bytes() // 2
+    program = (sys.executable, "-c", LIMITED.format("AS", budget - (1 << 20)))
+    with start_cachestore(directory, program=program, budget=budget):
+        yield {}
+
+
+@contextlib.contextmanager
 def a_cachestore_that_is_refused_memory(directory: Path) -> Iterator[Environment]:
     program = (sys.executable, "-c", LIMITED.format("FSIZE", 1 << 20))
     with start_cachestore(directory, program=program) as store, store.client() as client:

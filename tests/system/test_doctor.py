@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from cachestore import admin, variables
-from cachestore.doctor import checks, facts
+from cachestore.doctor import checks, facts, limits
 from cachestore.doctor.finding import RunningEngine
 from cachestore.doctor.places import Lock, Meeting, Place
 from engine import cli, doctor
@@ -73,6 +73,13 @@ MISCONFIGURATIONS = (
         "descriptors",
         "may open 40 files",
         "ulimit -n 1024",
+        linux_only=True,
+    ),
+    Misconfiguration(
+        plants.a_cachestore_with_little_address_space,
+        "memory-limit",
+        "ulimit -v",
+        "with a --budget well below",
         linux_only=True,
     ),
     Misconfiguration(
@@ -339,6 +346,20 @@ def test_a_small_dev_shm_is_found_where_slabs_are_in_it() -> None:
     assert found.check == "shared-memory"
     assert "/dev/shm holds 64.0 MiB" in found.problem
     assert "mount -o remount" in found.advice
+
+
+def test_limits_of_control_groups_are_seen(tmp_path: Path) -> None:
+    inner = tmp_path / "groups" / "outer" / "inner"
+    inner.mkdir(parents=True)
+    (inner / "memory.max").write_text("max\n")
+    (inner.parent / "memory.max").write_text("2147483648\n")
+    membership = tmp_path / "cgroup"
+    membership.write_text("4:memory:/old\n0::/outer/inner\n")
+    assert list(limits.group_bytes(membership, tmp_path / "groups")) == [2 << 30]
+    membership.write_text("0::/\n")
+    (tmp_path / "groups" / "memory.max").write_text("1073741824\n")
+    assert list(limits.group_bytes(membership, tmp_path / "groups")) == [1 << 30]
+    assert list(limits.group_bytes(tmp_path / "none")) == []
 
 
 def test_a_service_is_started_anew_as_a_service(

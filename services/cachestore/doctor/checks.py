@@ -95,6 +95,19 @@ def memory(facts: Facts) -> Iterator[Finding]:
     )
 
 
+def memory_limit(facts: Facts) -> Iterator[Finding]:
+    limit, store = facts.memory_limit, facts.store
+    if limit is None or limit >= facts.budget_bytes:
+        return
+    whose = f"the cachestore (process {store.pid})" if store else "what is started from here"
+    yield Finding(
+        "memory-limit",
+        f"{whose} may use {size_text(limit)} (ulimit -v, or the control group's memory.max), and "
+        f"the cachestore's budget is {size_text(facts.budget_bytes)}",
+        f"start it with a --budget well below {limit >> 20}MiB, or raise that limit",
+    )
+
+
 def slabs(facts: Facts) -> Iterator[Finding]:
     store = facts.store
     if store is not None and store.slab_failures:
@@ -162,6 +175,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     soundness,
     versions,
     memory,
+    memory_limit,
     slabs,
     shared_memory,
     descriptors,

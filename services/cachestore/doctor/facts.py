@@ -1,6 +1,5 @@
 """What the checks go by, gathered once. Nothing is changed, and nothing waits for long."""
 
-import contextlib
 import json
 import os
 import resource
@@ -19,7 +18,7 @@ from cachestore.deploy.command import manager_of
 from cachestore.deploy.place import own_place
 from cachestore.deploy.service import NAMES, DeployError, program_gone
 from cachestore.deploy.shell import Shell
-from cachestore.doctor import places
+from cachestore.doctor import limits, places
 from cachestore.doctor.finding import EngineReport, Finding, settings_of
 from cachestore.doctor.places import Meeting, meeting
 
@@ -69,7 +68,7 @@ class InstalledService:
 @dataclass(frozen=True, slots=True)
 class Facts:
     """`settings` are findings about those of the cachestore; `budget_bytes`: of the one that runs,
-    or of one that would be started."""
+    or of one that would be started, and `memory_limit` what that one is allowed, None: all."""
 
     version: str
     machine: Machine
@@ -79,6 +78,7 @@ class Facts:
     meeting: Meeting
     store: RunningStore | None
     engine: EngineReport
+    memory_limit: int | None = None
 
 
 def gather(socket: Path | None, engine_words: Sequence[str] = ()) -> Facts:
@@ -98,6 +98,7 @@ def gather(socket: Path | None, engine_words: Sequence[str] = ()) -> Facts:
         meeting=meeting("cachestore", [path, endpoint.session_path(path)], why_not),
         store=store,
         engine=_engine(engine_words),
+        memory_limit=limits.memory_bytes(os.getpid() if store is None else store.pid),
     )
 
 
@@ -116,7 +117,7 @@ def _store(path: Path) -> tuple[RunningStore | None, str]:
         bytes_budget=stats.bytes_budget,
         slab_failures=stats.slab_failures,
         check_failures=stats.check_failures,
-        descriptors=_descriptors_of(stats.pid),
+        descriptors=limits.descriptors(stats.pid),
     )
     return found, ""
 
@@ -157,15 +158,6 @@ def _machine() -> Machine:
         shm_problem=problem,
         shm_bytes=size,
     )
-
-
-def _descriptors_of(pid: int) -> int | None:
-    """The soft limit of another process: Linux tells it."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path(f"/proc/{pid}/limits").read_text().splitlines():
-            if line.startswith("Max open files"):
-                return int(line.split()[3])
-    return None
 
 
 def _engine(words: Sequence[str]) -> EngineReport:
