@@ -140,6 +140,9 @@ def test_the_file_may_not_start_a_second_store_or_end_the_service(
     file.write_text('[engine]\nmodel = "m"\n[cachestore]\nidle-exit = 60\n')
     assert service("install", "--config", file) == 1
     assert "would end the service" in error(capsys)
+    file.write_text('[engine]\nmodel = "m"\ncachestore-budget = "1GiB"\n')
+    assert service("install", "--config", file) == 1
+    assert "the service is none: set budget in [cachestore]" in error(capsys)
     file.write_text('[engine]\nmodel = "m"\ncachestore = "off"\n')
     assert service("install", "--config", file, "--dry-run") == 0
     assert "--cachestore" not in capsys.readouterr().out

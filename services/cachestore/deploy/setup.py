@@ -13,6 +13,12 @@ from cachestore.deploy.service import CACHESTORE, ENGINE, DeployError, Setup, ca
 
 Tables = Mapping[str, Mapping[str, Any]]
 
+# Of a store that the engine starts, and what to do about one that is a service.
+_OF_OWN_STORE = {
+    "cachestore-budget": "set budget in [cachestore]",
+    "idle-exit": "leave it out",
+}
+
 
 def make_setup(
     model: str | None, budget: str | None, config: Path | None, place: Place, *, engine: bool
@@ -32,6 +38,12 @@ def make_setup(
             f'{path or place.config}: cachestore = "auto" in [engine] would start a second store '
             "beside the service: leave it out"
         )
+    for key, advice in _OF_OWN_STORE.items():
+        if chosen is None and key in settings:
+            raise DeployError(
+                f"{path or place.config}: {key} in [engine] is for a store that the engine starts, "
+                f"and the service is none: {advice}"
+            )
     if "idle-exit" in tables.get(CACHESTORE, {}):
         raise DeployError(
             f"{path or place.config}: idle-exit in [cachestore] would end the service for good: "
