@@ -63,7 +63,7 @@ MISCONFIGURATIONS = (
         plants.a_cachestore_of_another_version,
         "versions",
         "is version 0.0.1",
-        "start it anew: kill ",
+        "when its cache can be spared, start it anew: kill ",
     ),
     Misconfiguration(
         plants.a_budget_of_nearly_all_memory, "memory", "90% of this", "with --budget "
@@ -376,7 +376,10 @@ def test_a_service_is_started_anew_as_a_service(
         monkeypatch.setenv("HOME", environment["HOME"])
         (found,) = examined(capsys)
     assert found["check"] == "versions"
-    assert found["advice"] == "start it anew: cachestore-admin service restart --only cachestore"
+    assert found["advice"] == (
+        "when its cache can be spared, start it anew: "
+        "cachestore-admin service restart --only cachestore"
+    )
 
 
 def test_a_model_beside_the_budget_counts() -> None:

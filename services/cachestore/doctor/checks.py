@@ -60,11 +60,13 @@ def versions(facts: Facts) -> Iterator[Finding]:
     running = ((CACHESTORE, facts.store), (ENGINE, facts.engine.engine))
     for name, daemon in running:
         if daemon is not None and daemon.version != facts.version:
+            # After an upgrade of the engine that is as it was meant, until the cache can be spared.
+            cost = "when its cache can be spared, " if name == CACHESTORE else ""
             yield Finding(
                 "versions",
                 f"the {name} that runs (process {daemon.pid}) is version {daemon.version}, "
                 f"installed is {facts.version}",
-                f"start it anew: {_anew(facts, name, daemon.pid)}",
+                f"{cost}start it anew: {_anew(facts, name, daemon.pid)}",
             )
 
 
