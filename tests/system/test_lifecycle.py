@@ -10,7 +10,6 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from engine.v1 import engine_pb2 as pb
 from tests.support import stalling
@@ -18,6 +17,7 @@ from tests.support.daemons import Cachestore
 from tests.support.engines import EngineDaemon, chat, connect, ids, start_engine
 from tests.support.manager import Manager
 from tests.support.models import save_tiny_model
+from tests.support.reflection import services
 from tests.support.served import refusal
 from tests.support.waiting import until
 
@@ -27,15 +27,6 @@ LONG = {"prompt": ids([1, 2, 3]), "max_tokens": 2000, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model") / "model")
-
-
-def services(address: str) -> set[str]:
-    """What reflection says is served there."""
-    with grpc.insecure_channel(address) as channel:
-        ask = reflection_pb2.ServerReflectionRequest(list_services="")
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        (answer,) = stub.ServerReflectionInfo(iter([ask]), timeout=10)
-    return {service.name for service in answer.list_services_response.service}
 
 
 # --- a worker that stands still ---------------------------------------------------------------
