@@ -42,6 +42,8 @@ def test_services_are_installed_upgraded_stopped_and_removed(
         first = service.status()
         assert [state for state, _ in first.values()] == ["serving", "serving"]
         assert runtime.stat().st_mode & 0o777 == 0o700
+        assert main(["doctor"]) == 0
+        assert capsys.readouterr().out.startswith("All is well: cachestore ")
 
         # With another budget the engine stays as it is, and comes to the new store.
         service("install", "--model", model, "--budget", "96MiB")
@@ -53,6 +55,8 @@ def test_services_are_installed_upgraded_stopped_and_removed(
         third = service.status(code=3)
         assert third["cachestore"] == ("stopped", None)
         assert third["engine"] == first["engine"]  # its socket is still there
+        assert main(["doctor"]) == 1
+        assert "mlx-cachestore.service) is installed and does not run" in capsys.readouterr().out
         service("restart")
         fourth = service.status()
         assert [state for state, _ in fourth.values()] == ["serving", "serving"]
