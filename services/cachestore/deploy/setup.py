@@ -39,7 +39,7 @@ def make_setup(
             "beside the service: leave it out"
         )
     for key, advice in _OF_OWN_STORE.items():
-        if chosen is None and key in settings:
+        if chosen is None and key in engine_table:
             raise DeployError(
                 f"{path or place.config}: {key} in [engine] is for a store that the engine starts, "
                 f"and the service is none: {advice}"
