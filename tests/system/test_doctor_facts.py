@@ -1,0 +1,88 @@
+"""What both doctors say of given facts: those of which no set-up is planted."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from cachestore.doctor import checks, facts, limits
+from cachestore.doctor.finding import RunningEngine
+from cachestore.doctor.places import Lock, Meeting, Place
+from engine import doctor
+
+MEETING = Meeting(
+    name="cachestore",
+    directory=Place(Path("/run/x"), None),
+    private=True,
+    sockets=(Place(Path("/run/x/cachestore.sock"), None),),
+    lock=Lock(Path("/run/x/cachestore.sock.lock"), exists=False, held=False, pid=""),
+    why_not="",
+)
+
+
+@pytest.mark.parametrize(
+    ("reason", "advice"),
+    [
+        ("--cachestore off", "start it without --cachestore off"),
+        ("layer 3: a cache of class X", "docs/models.md says which models and flags can be cached"),
+    ],
+)
+def test_an_engine_that_caches_nothing_is_found(reason: str, advice: str) -> None:
+    given = doctor.Facts(
+        uid=os.geteuid(),
+        settings=(),
+        wheels=doctor.Wheels("", None, None),
+        pins=(),
+        folders=(),
+        meeting=None,
+        engine=RunningEngine("unix:/e", 2, "1", "m", 1, False),
+        why_not="",
+        not_cached_reason=reason,
+    )
+    (found,) = doctor.findings(given)
+    assert (found.check, found.advice) == ("engine-caches", advice)
+    assert f"caches nothing: {reason}" in found.problem
+
+
+def test_a_small_dev_shm_is_found_where_slabs_are_in_it() -> None:
+    """The one that cannot be planted without being root."""
+    machine = facts.Machine(
+        uid=os.geteuid(),
+        memory_bytes=64 << 30,
+        descriptors=1024,
+        shm_problem="",
+        shm_bytes=64 << 20,
+    )
+    store = facts.RunningStore(1, "1", True, 0, 8 << 30, 0, 0, 1024)
+    given = facts.Facts("1", machine, (), (), 8 << 30, MEETING, store, facts.EngineReport((), None))
+    (found,) = checks.findings(given)
+    assert found.check == "shared-memory"
+    assert "/dev/shm holds 64.0 MiB" in found.problem
+    assert "mount -o remount" in found.advice
+
+
+def test_limits_of_control_groups_are_seen(tmp_path: Path) -> None:
+    inner = tmp_path / "groups" / "outer" / "inner"
+    inner.mkdir(parents=True)
+    (inner / "memory.max").write_text("max\n")
+    (inner.parent / "memory.max").write_text("2147483648\n")
+    membership = tmp_path / "cgroup"
+    membership.write_text("4:memory:/old\n0::/outer/inner\n")
+    assert list(limits.group_bytes(membership, tmp_path / "groups")) == [2 << 30]
+    membership.write_text("0::/\n")
+    (tmp_path / "groups" / "memory.max").write_text("1073741824\n")
+    assert list(limits.group_bytes(membership, tmp_path / "groups")) == [1 << 30]
+    assert list(limits.group_bytes(tmp_path / "none")) == []
+
+
+def test_a_model_beside_the_budget_counts() -> None:
+    machine = facts.Machine(os.geteuid(), 64 << 30, 1024, "", None)
+    store = facts.RunningStore(1, "1", True, 1, 16 << 30, 0, 0, 1024)
+    for gib, wrong in ((30, False), (40, True)):
+        engine = RunningEngine("unix:/e", 2, "1", "m", gib << 30, True)
+        given = facts.Facts(
+            "1", machine, (), (), 16 << 30, MEETING, store, facts.EngineReport((), engine)
+        )
+        found = checks.findings(given)
+        assert [finding.check for finding in found] == (["memory"] if wrong else [])
+        assert all("--budget 11468MiB" in finding.advice for finding in found)
