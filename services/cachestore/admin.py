@@ -20,12 +20,13 @@ from cachestore.client import Client, StoreRefused, StoreUnavailable
 from cachestore.deploy import command as service
 from cachestore.doctor import command as doctor
 from cachestore.endpoint import EndpointError
-from cachestore.flags import Parser, add_version, cachestore_socket, seconds
+from cachestore.flags import Parser, add_version, cachestore_socket, seconds, whole
 from cachestore.record import RecordError
 from cachestore.report import namespace_name, namespace_report, report, tables
 from cachestore.v1 import cachestore_pb2 as pb
 
 LS_LINES = 50
+_RECORD = whole(1, 2**64 - 1)
 
 
 class _Wrong(Exception):
@@ -269,7 +270,7 @@ def _add_contents(commands: "argparse._SubParsersAction[Parser]") -> None:
         command.set_defaults(run=_asking(run))
         if record:
             command.add_argument(
-                "record", type=int, help="id of a record or checkpoint, as ls shows it"
+                "record", type=_RECORD, help="id of a record or checkpoint, as ls shows it"
             )
         if json:
             command.add_argument("--json", action="store_true", help="print JSON")
@@ -279,12 +280,15 @@ def _add_contents(commands: "argparse._SubParsersAction[Parser]") -> None:
     ls.add_argument("--sort", choices=listing.SORT_KEYS, help="largest, most used or oldest first")
     ls.add_argument("--namespace", metavar="HEX", help="only that one: its first digits suffice")
     ls.add_argument(
-        "--limit", type=int, metavar="N", help=f"records to show (default: {LS_LINES}; JSON: all)"
+        "--limit",
+        type=whole(0),
+        metavar="N",
+        help=f"records to show (default: {LS_LINES}; JSON: all)",
     )
     add("namespaces", _namespaces, "models for which something is held", json=True)
     evict = add("evict", _evict, "drop records and checkpoints that are not in use or pinned")
     which = evict.add_mutually_exclusive_group(required=True)
-    which.add_argument("record", type=int, nargs="?", help="that record, and all behind it")
+    which.add_argument("record", type=_RECORD, nargs="?", help="that record, and all behind it")
     which.add_argument("--namespace", metavar="HEX", help="all of one: its first digits suffice")
     add("flush", _flush, "drop everything that is not in use or pinned")
     add("pin", _pin, "keep a record and all before it in its sequence", record=True)

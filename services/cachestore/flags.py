@@ -60,6 +60,21 @@ def cachestore_socket(flag: Path | None) -> Path:
     return endpoint.socket_path(path, flag="--socket", suffix=endpoint.SESSION_SUFFIX)
 
 
+def whole(least: int, most: int = 2**32 - 1) -> Value[int]:
+    """Reads a number of this range; the requests that carry most of them have no larger one."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"{number} is not between {least} and {most}")
+        return number
+
+    return Value((int,), read)
+
+
 def _tcp_address(text: str) -> endpoint.TcpAddress:
     try:
         return endpoint.tcp_address(text)

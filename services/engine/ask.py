@@ -13,9 +13,10 @@ from typing import NoReturn
 import grpc
 
 from cachestore import endpoint
+from cachestore.flags import whole
 from engine import config, kvflags, signals
 from engine.config import Listen, parse_listen
-from engine.flags import ConfigError, bias, text_of, utf8, whole
+from engine.flags import ConfigError, bias, text_of, utf8
 from engine.remote import EngineAway, EngineProcess, connect, model_of
 from engine.v1 import engine_pb2 as pb
 from engine.v1 import engine_pb2_grpc

@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+from cachestore.flags import whole
 from engine import backend, report
-from engine.flags import whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -4,26 +4,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from cachestore.flags import Value
+from cachestore.flags import whole
 
 
 class ConfigError(ValueError):
     """A flag has a value that cannot be used; the message names it and says what to use."""
-
-
-def whole(least: int, most: int = 2**32 - 1) -> Value[int]:
-    """Reads a number of this range; the requests that carry most of them have no larger one."""
-
-    def read(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"{number} is not between {least} and {most}")
-        return number
-
-    return Value((int,), read)
 
 
 def bias(text: str) -> tuple[int, float]:

@@ -6,8 +6,9 @@ import sys
 
 import grpc
 
+from cachestore.flags import whole
 from engine.ask import Answer, Reply, add_asking_flags, answering, request_of, said_why
-from engine.flags import ConfigError, utf8, whole
+from engine.flags import ConfigError, utf8
 from engine.remote import EngineAway
 from engine.v1 import engine_pb2 as pb
 

@@ -5,10 +5,10 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, Final
 
-from cachestore.flags import Value
+from cachestore.flags import Value, whole
 from engine import config, kvconfig
 from engine.config import EngineConfig, Listen
-from engine.flags import ConfigError, whole
+from engine.flags import ConfigError
 from engine.kvconfig import KvConfig
 
 # What argparse is told of each. None: the user said nothing.

@@ -8,9 +8,10 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from cachestore.flags import whole
 from engine import backend, kvconfig, report
 from engine.config import PREFILL_STEPS, TURBO_CODECS
-from engine.flags import ConfigError, whole
+from engine.flags import ConfigError
 from engine.kvconfig import KvConfig
 
 if TYPE_CHECKING:

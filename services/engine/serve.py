@@ -9,10 +9,17 @@ from rich.console import Console
 
 from cachestore import endpoint, logs
 from cachestore import serve as store
-from cachestore.flags import add_metrics, add_reflection, cachestore_socket, size, store_budget
+from cachestore.flags import (
+    add_metrics,
+    add_reflection,
+    cachestore_socket,
+    size,
+    store_budget,
+    whole,
+)
 from engine import backend, config, kvflags, signals
 from engine.config import EngineConfig, Listen, parse_listen
-from engine.flags import ConfigError, whole
+from engine.flags import ConfigError
 
 TABLE = "engine"
 

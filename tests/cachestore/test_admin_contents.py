@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from cachestore.admin import main
 from cachestore.client import Client
 from tests.cachestore.test_admin import admin
 from tests.support import entries, records
@@ -116,6 +117,20 @@ def test_a_record_that_is_not_there_is_one_line(daemon: Cachestore, command: str
     assert (found.returncode, found.stdout) == (1, "")
     assert found.stderr.startswith("error: record_id 77")
     assert found.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words", [("ls", "--limit", "-1"), ("pin", "-1"), ("evict", str(2**64)), ("inspect", "x")]
+)
+def test_a_number_that_none_can_have_is_one_line(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.count("\n") == 1
+    assert words[-1] in said
 
 
 def test_verify_finds_nothing_wrong(stored: Cachestore) -> None:

@@ -280,7 +280,7 @@ def test_logs_takes_a_number_of_lines(lines: str, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as ended:
         service("logs", f"--lines={lines}")
     assert ended.value.code == 2
-    assert error(capsys) == f"error: --lines: {lines!r} is not a number of lines"
+    assert error(capsys).startswith("error: --lines: ")
 
 
 def test_a_proxy_has_no_say_in_whether_a_daemon_serves(monkeypatch: pytest.MonkeyPatch) -> None:

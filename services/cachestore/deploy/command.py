@@ -21,7 +21,7 @@ from cachestore.deploy.place import Place, own_place, system_place
 from cachestore.deploy.service import ENGINE, NAMES, DeployError, crash_log, log
 from cachestore.deploy.shell import Shell
 from cachestore.deploy.systemctl import Systemctl
-from cachestore.flags import Parser
+from cachestore.flags import Parser, whole
 
 # As `systemctl status` has it.
 EXIT_NOT_RUNNING = 3
@@ -62,7 +62,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     logs = add("logs", _logs, "the last lines of their logs", changes=False)
     logs.add_argument("--follow", action="store_true", help="and what is added, until Ctrl-C")
     logs.add_argument(
-        "--lines", type=_lines, default=_LINES, metavar="N", help="of each (default: %(default)s)"
+        "--lines", type=whole(0), default=_LINES, metavar="N", help="of each (default: %(default)s)"
     )
 
 
@@ -202,12 +202,6 @@ def manager_of(shell: Shell, place: Place) -> Manager:
     if not shell.dry and shutil.which("systemctl") is None:
         raise DeployError("no systemd here: run cachestore serve and engine serve by other means")
     return Systemctl(shell, place)
-
-
-def _lines(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < _DIGITS_MAX):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of lines")
-    return int(text)
 
 
 def _names(flags: argparse.Namespace) -> tuple[str, ...]:
