@@ -158,9 +158,12 @@ def contents_texts(row: Report, columns: tuple[str, ...]) -> list[str]:
 
 
 def namespace_name(label: str) -> str:
-    """An engine chose it: it must not move the cursor."""
-    printable = "".join(character if character.isprintable() else "?" for character in label)
-    return printable or "unnamed"
+    return printable(label) or "unnamed"
+
+
+def printable(text: str) -> str:
+    """What another process has chosen: it must not move the cursor."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def percent(rate: float | None) -> str:

@@ -262,6 +262,20 @@ def test_purge_leaves_a_link_and_what_it_leads_to(
     assert f"What stays: {linux.place.cache}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words", [["status"], ["logs"], ["install", "--model", "m"]])
+def test_a_folder_that_cannot_be_looked_into_is_named(
+    words: list[str],
+    linux: Machine,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # A name that no folder can have: root may look into all others.
+    monkeypatch.setenv("HOME", str(directory / ("d" * 300)))
+    assert service(*words) == 1
+    assert error(capsys).startswith(f"error: {directory}/ddd")
+
+
 def test_logs_shows_the_last_lines_of_each(
     linux: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:

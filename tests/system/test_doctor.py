@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from cachestore import admin, variables
+from cachestore.deploy.place import systemd_place
 from cachestore.doctor import facts
 from engine import cli, doctor
 from tests.support import plants
@@ -276,6 +277,10 @@ def test_a_folder_that_cannot_be_looked_at_is_no_reason_to_fail(
         for path in (directory / ("d" * 300), "~no-such-user/models"):
             monkeypatch.setenv(name, str(path))
             assert engine_findings(capsys) == []
+    monkeypatch.setattr(
+        facts, "own_place", lambda: systemd_place(directory / ("d" * 300), directory)
+    )
+    assert examined(capsys) == []
 
 
 def test_an_engine_doctor_that_fails_is_a_finding(

@@ -75,6 +75,17 @@ def test_limits_of_control_groups_are_seen(tmp_path: Path) -> None:
     assert list(limits.group_bytes(tmp_path / "none")) == []
 
 
+def test_what_a_daemon_says_does_not_move_the_cursor() -> None:
+    machine = facts.Machine(os.geteuid(), 64 << 30, 1024, "", None)
+    engine = RunningEngine("unix:/e", 2, "\x1b[2J\n9", "m", 1 << 30, True)
+    store = facts.RunningStore(1, "1", True, 1, 16 << 30, 0, 0, 1024)
+    report = facts.EngineReport((), engine)
+    given = facts.Facts("1", machine, (), (), 16 << 30, MEETING, store, report)
+    (found,) = checks.findings(given)
+    assert "is version ?[2J?9, installed" in str(found)
+    assert str(found).count("\n") == 1
+
+
 def test_a_model_beside_the_budget_counts() -> None:
     machine = facts.Machine(os.geteuid(), 64 << 30, 1024, "", None)
     store = facts.RunningStore(1, "1", True, 1, 16 << 30, 0, 0, 1024)

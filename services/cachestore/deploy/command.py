@@ -82,6 +82,12 @@ def _run(run: _Run, flags: argparse.Namespace) -> int:
     except DeployError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
+    except BrokenPipeError:
+        raise  # nobody reads on: for all commands alike
+    except OSError as error:
+        # A folder that we may not even look into, for one.
+        sys.stderr.write(f"error: {error.filename}: {error.strerror}\n")
+        return 1
     except KeyboardInterrupt:
         return 130
 

@@ -128,7 +128,7 @@ def _services() -> Iterator[InstalledService]:
     manager = manager_of(Shell(lambda _: None, dry=True), place)
     for name in NAMES:
         path, problem, runs = manager.path(name), "", False
-        if not path.exists():
+        if not os.path.exists(path):  # and not where we may not look
             continue
         try:
             arguments = manager.arguments(name)

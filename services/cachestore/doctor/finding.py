@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from cachestore.report import printable
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -19,7 +21,7 @@ class Finding:
     advice: str
 
     def __str__(self) -> str:
-        return f"{self.check}: {self.problem}\n    {self.advice}"
+        return f"{self.check}: {printable(self.problem)}\n    {printable(self.advice)}"
 
 
 @dataclass(frozen=True, slots=True)
