@@ -40,14 +40,14 @@ def report(stats: pb.StatsResponse) -> Report:
 
 
 def tables(found: Report) -> Group:
-    parts: list[RenderableType] = [*title(found), _memory(found), _namespaces(found)]
+    parts: list[RenderableType] = [*map(Text, title(found)), _memory(found), _namespaces(found)]
     return Group(*parts, _activity(found))
 
 
 def title(found: Report) -> list[str]:
     """Which daemon it is; and a line more when it is broken."""
     lines = [
-        f"cachestore {found['version']}, process {found['pid']}, "
+        f"cachestore {printable(found['version'])}, process {found['pid']}, "
         f"up {duration(found['uptime_seconds'])}"
     ]
     if found["check_failures"]:

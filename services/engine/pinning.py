@@ -33,8 +33,9 @@ async def keep(prefix: Prefix, tokens: tuple[int, ...], context: Context) -> pb.
         message = f"pin: {refusal.message}"
         if refusal.code is grpc.StatusCode.NOT_FOUND:
             message = (
-                "pin: the cachestore had no room for all of the prompt "
-                f"({refusal.message}): raise its budget, or unpin something"
+                f"pin: the cachestore does not hold all of the prompt ({refusal.message}): it had "
+                "no room, then raise its budget or unpin something; or it was restarted "
+                "meanwhile, then try again"
             )
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
     return pb.Pinned(record_id=pinned.record_id, bytes=pinned.nbytes)

@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import signal
@@ -7,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from cachestore.report import report
+from cachestore.report import report, tables
 from cachestore.v1 import cachestore_pb2 as pb
 from tests.support import entries
 from tests.support.daemons import Cachestore
@@ -186,6 +188,13 @@ def test_bad_arguments_are_one_line(directory: Path) -> None:
     found = admin(Path("/" + "x" * 101), "stats")
     assert (found.returncode, found.stderr.count("\n")) == (2, 1)
     assert "--socket: the socket path has 105 bytes" in found.stderr
+
+
+def test_what_a_daemon_calls_itself_is_text() -> None:
+    out = io.StringIO()
+    stats = pb.StatsResponse(version="[/red]\x1b[2J", bytes_budget=1 << 30)
+    Console(file=out, width=80).print(tables(report(stats)))
+    assert out.getvalue().startswith("cachestore [/red]?[2J, process 0")
 
 
 def test_the_report_has_every_field_of_the_reply() -> None:

@@ -104,7 +104,7 @@ def test_a_store_without_room_is_said(
         code, said = refused(capsys, str(document), "--engine", str(served.engine.listen))
     forget(served)
     assert code == 1
-    assert "RESOURCE_EXHAUSTED: pin: the cachestore had no room for all of the prompt" in said
+    assert "RESOURCE_EXHAUSTED: pin: the cachestore does not hold all of the prompt" in said
 
 
 @pytest.mark.parametrize("kind", ["served", "windowed"])

@@ -623,7 +623,8 @@ class WarmRequest(_message.Message):
     """As in GenerateRequest."""
     pin: _builtins.bool
     """Keep all of it in the cachestore, however little it is used, until it is unpinned
-    (cachestore-admin unpin) or the cachestore ends.
+    (cachestore-admin unpin) or the cachestore ends. A call that fails or is cancelled at the very
+    end may have pinned it: the same call again pins nothing more, and tells the id.
     """
     @_builtins.property
     def prompt(self) -> Global___Prompt:

@@ -77,8 +77,8 @@ class EngineServicer:
     def Warm(self, request, context):
         """Computes a prompt and stores it in the cachestore without generating. With WarmRequest.pin,
         FAILED_PRECONDITION when this engine does not cache, UNAVAILABLE while it cannot reach the
-        cachestore, and RESOURCE_EXHAUSTED when that has no room for all of the prompt, or has as many
-        pins as it takes.
+        cachestore, and RESOURCE_EXHAUSTED when that does not hold all of the prompt, for want of room
+        or because it was restarted meanwhile, or has as many pins as it takes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -55,8 +55,8 @@ class EngineStub:
     Warm: _grpc.UnaryUnaryMultiCallable[_engine_pb2.WarmRequest, _engine_pb2.WarmResponse]
     """Computes a prompt and stores it in the cachestore without generating. With WarmRequest.pin,
     FAILED_PRECONDITION when this engine does not cache, UNAVAILABLE while it cannot reach the
-    cachestore, and RESOURCE_EXHAUSTED when that has no room for all of the prompt, or has as many
-    pins as it takes.
+    cachestore, and RESOURCE_EXHAUSTED when that does not hold all of the prompt, for want of room
+    or because it was restarted meanwhile, or has as many pins as it takes.
     """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_engine_pb2.TokenizeRequest, _engine_pb2.TokenizeResponse]
     """Token ids of a prompt, exactly as Generate would feed them. The prompt may be longer than the
@@ -78,8 +78,8 @@ class EngineAsyncStub(EngineStub):
     Warm: _aio.UnaryUnaryMultiCallable[_engine_pb2.WarmRequest, _engine_pb2.WarmResponse]  # type: ignore[assignment]
     """Computes a prompt and stores it in the cachestore without generating. With WarmRequest.pin,
     FAILED_PRECONDITION when this engine does not cache, UNAVAILABLE while it cannot reach the
-    cachestore, and RESOURCE_EXHAUSTED when that has no room for all of the prompt, or has as many
-    pins as it takes.
+    cachestore, and RESOURCE_EXHAUSTED when that does not hold all of the prompt, for want of room
+    or because it was restarted meanwhile, or has as many pins as it takes.
     """
     Tokenize: _aio.UnaryUnaryMultiCallable[_engine_pb2.TokenizeRequest, _engine_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Token ids of a prompt, exactly as Generate would feed them. The prompt may be longer than the
@@ -110,8 +110,8 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_engine_pb2.WarmResponse, _abc.Awaitable[_engine_pb2.WarmResponse]]:
         """Computes a prompt and stores it in the cachestore without generating. With WarmRequest.pin,
         FAILED_PRECONDITION when this engine does not cache, UNAVAILABLE while it cannot reach the
-        cachestore, and RESOURCE_EXHAUSTED when that has no room for all of the prompt, or has as many
-        pins as it takes.
+        cachestore, and RESOURCE_EXHAUSTED when that does not hold all of the prompt, for want of room
+        or because it was restarted meanwhile, or has as many pins as it takes.
         """
 
     @_abc_1.abstractmethod
