@@ -1,10 +1,13 @@
 """`cachestore-admin top`: what a cachestore does now, on one screen."""
 
 import math
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -35,11 +38,18 @@ _LABEL_CELLS = 18
 
 
 def show(console: Console, seconds: float, screen: Callable[[], RenderableType]) -> None:
-    """All over a terminal what `screen` gives, anew after so many seconds; until an exception."""
+    """All over a terminal what `screen` gives, anew after so many seconds; until an exception, or a
+    signal, after which the terminal is as it was. On the main thread."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
     with Live(console=console, auto_refresh=False, screen=True) as live:
         while True:
             live.update(screen(), refresh=True)
             time.sleep(seconds)
+
+
+def _leave(number: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 class History:

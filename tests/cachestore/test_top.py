@@ -194,6 +194,15 @@ def test_on_a_terminal_it_is_live_until_it_is_interrupted(
     assert bool(COLOR.search(seen.text)) is not no_color
 
 
+def test_a_signal_gives_the_terminal_back(daemon: Cachestore) -> None:
+    with terminal(daemon.socket) as seen:
+        until(lambda: seen.sees("hottest prefixes"), "a screen")
+        seen.process.terminate()
+        seen.read_all()
+        assert seen.process.wait(timeout=20) == 128 + signal.SIGTERM
+        assert seen.sees("\x1b[?1049l")
+
+
 def test_a_daemon_that_goes_is_said_and_the_next_one_is_shown(directory: Path) -> None:
     with start_cachestore(directory) as first, terminal(first.socket) as seen:
         until(lambda: seen.sees(f"process {first.pid}"), "a screen")
