@@ -146,6 +146,8 @@ def serving(address: TcpAddress | None, collector: Collector) -> Iterator[None]:
 class _Server(ThreadingWSGIServer):
     # By default newer Pythons let two daemons have the same port, each for some of the scrapes.
     allow_reuse_port = False
+    # By default five, and whoever comes in a crowd tries again a second later.
+    request_queue_size = 4 * SCRAPES_MAX
 
     def __init__(self, family: int, address: tuple[str, int]) -> None:
         self.address_family = family

@@ -118,6 +118,14 @@ def test_the_folder_of_sockets_goes_with_the_services(mac: Machine) -> None:
     assert mac.place.home.exists()
 
 
+def test_nothing_is_removed_from_under_one_that_was_started_by_hand(machine: Machine) -> None:
+    machine.place.logs.mkdir(parents=True)
+    machine.stranger = True
+    with pytest.raises(DeployError, match=r"another one serves at unix:.*end it first"):
+        machine.installer().purge()
+    assert machine.place.logs.exists()
+
+
 def test_removing_what_is_not_there_is_no_error(machine: Machine) -> None:
     machine.installer().uninstall(NAMES)
     assert machine.said == ["engine: not installed", "cachestore: not installed"]

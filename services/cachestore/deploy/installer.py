@@ -61,7 +61,7 @@ class Installer:
         self._shell.make_folder(self._place.logs, self._place.user)
         wanted = services(chosen, self._place)
         for name in names:
-            self._refuse_stranger(name, wanted[name].arguments)
+            self._refuse_stranger(name, self._address(name, wanted[name].arguments))
         began = {name: self._install(wanted[name]) for name in names}
         for name in names:
             self._await(name, began[name])
@@ -89,6 +89,8 @@ class Installer:
         return [path for path in self.data() if path not in chosen and not path.is_symlink()]
 
     def purge(self) -> None:
+        for name in NAMES:  # its sockets and its log would be pulled away from under it
+            self._refuse_stranger(name, setup.address(name, {}, self._place))
         for path in self.purgeable():
             self._shell.say(f"+ rm -r {path}")
             if self._shell.dry:
@@ -198,11 +200,10 @@ class Installer:
         program = self._manager.arguments(name)[0]
         return f"{name}: {program} is gone, perhaps with its environment: install again"
 
-    def _refuse_stranger(self, name: str, arguments: tuple[str, ...]) -> None:
+    def _refuse_stranger(self, name: str, address: str) -> None:
         """One that was started by hand, or by an engine, holds the sockets that ours would use."""
         if self._shell.dry or self._manager.state(name).pid:
             return
-        address = self._address(name, arguments)
         if self._serving(address):
             holder = _holder(address)
             raise DeployError(
