@@ -9,6 +9,8 @@ logits, and that no architecture of the installed mlx-lm is forgotten.
 from collections.abc import Callable
 from typing import Any
 
+import mlx.core as mx
+
 from tests.support.models import Config, tiny_model
 from tests.support.zoo.recurrent import RECURRENT
 from tests.support.zoo.rows import ROWS
@@ -20,6 +22,6 @@ ZOO: dict[str, Callable[[], Config]] = {**ROWS, **WINDOWS, **RECURRENT}
 METAL_ONLY = ("muse_spark",)
 
 
-def animal(name: str) -> Any:
+def animal(name: str, dtype: mx.Dtype = mx.float32) -> Any:
     """The model, evaluated on the calling thread; always with the same weights."""
-    return tiny_model(ZOO[name]())
+    return tiny_model(ZOO[name](), dtype=dtype)
