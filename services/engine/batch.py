@@ -14,7 +14,7 @@ Differences from using it directly:
 import copy
 import enum
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,6 @@ from engine.kv.layout import CacheLayout
 from engine.kv.live import LiveCaches
 from engine.kv.solo import one_row
 from engine.penalties import Penalizer
-from engine.sampling import Sampler
 
 # The generator stops rows at this many tokens; the worker removes them long before.
 _NEVER = 1 << 60
@@ -165,12 +164,13 @@ class Batch:
         tokens: tuple[int, ...],
         caches: list[Any] | None,
         cached: int,
-        sampler: Sampler | None,
+        sampler: Callable[[mx.array], mx.array] | None,
         penalizer: Penalizer | None = None,
         stops: Sequence[int] = (),
     ) -> int:
         """Add a row whose rows [0, cached) are in `caches`; at least one token must be left.
 
+        `sampler` is given log-probabilities of shape (1, vocabulary) and returns ids of shape (1,).
         `stops`: positions, ascending, beyond `cached`, at which its prompt stops for a moment.
         Before its last token it always does, and at its end. The generator keeps `caches` until
         the row's first step: the caller drops its reference.
