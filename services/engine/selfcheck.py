@@ -24,6 +24,11 @@ from engine.kvconfig import KvConfig
 
 log = logging.getLogger(__name__)
 
+# Log-probabilities of one token: (vocabulary,).
+Logprobs = np.ndarray[Any, Any]
+# Tokens, each with the log-probabilities it was chosen by.
+Reply = list[tuple[int, Logprobs]]
+
 # Unequal, longer than the chunk, and no multiple of it: padding on both sides occurs.
 _PROMPT_TOKENS = (21, 10)
 _CHUNK = PrefillStep(idle=8, busy=8)
@@ -59,13 +64,15 @@ class _Trial:
     """Prompts, and what each is answered alone: tokens with their log-probabilities."""
 
     prompts: list[tuple[int, ...]]
-    alone: list[list[tuple[int, np.ndarray[Any, Any]]]]
+    alone: list[Reply]
 
 
 def choose_mode(model: Any, vocabulary_tokens: int) -> BatchMode:
     """The first mode in which the batch agrees with single requests; SelfCheckFailed if none."""
     trials = [_trial(model, vocabulary_tokens, 0)]
-    noise = _noise(model, trials[0].prompts)
+    first = trials[0]
+    wholes = [reply[0][1] for reply in first.alone]
+    noise = _noise(model, list(zip(first.prompts, wholes, strict=True)))
     for mode in BatchMode:
         nearest = float("inf")
         try:
@@ -106,11 +113,12 @@ def check_bounded(model: Any, vocabulary_tokens: int) -> None:
         expected, found = (_last(model, live.fresh(), prompt, chunk) for chunk in (1, _CHUNK.idle))
     except Exception as error:
         raise refusal from error
-    if _difference(found, expected) > _noise(model, [prompt]):
+    whole = _last(model, make_prompt_cache(model), prompt, len(prompt))
+    if _difference(found, expected) > _noise(model, [(prompt, whole)]):
         raise refusal
 
 
-def _last(model: Any, caches: list[Any], prompt: Sequence[int], chunk: int) -> np.ndarray[Any, Any]:
+def _last(model: Any, caches: list[Any], prompt: Sequence[int], chunk: int) -> Logprobs:
     """Log-probabilities behind a prompt that is fed in chunks."""
     for first in range(0, len(prompt), chunk):
         logits = model(mx.array([prompt[first : first + chunk]]), cache=caches)[0, -1]
@@ -118,7 +126,7 @@ def _last(model: Any, caches: list[Any], prompt: Sequence[int], chunk: int) -> n
     return _logprobs(logits)
 
 
-def _logprobs(logits: mx.array) -> np.ndarray[Any, Any]:
+def _logprobs(logits: mx.array) -> Logprobs:
     """As mlx-lm's batch computes them: what 16 bits round off there is no difference."""
     return np.array((logits - mx.logsumexp(logits)).astype(mx.float32))
 
@@ -133,7 +141,7 @@ def _prompts(vocabulary_tokens: int, seed: int = 0) -> list[tuple[int, ...]]:
     return [tuple(draw.integers(0, vocabulary_tokens, n).tolist()) for n in _PROMPT_TOKENS]
 
 
-def _alone(model: Any, prompt: Sequence[int]) -> list[tuple[int, np.ndarray[Any, Any]]]:
+def _alone(model: Any, prompt: Sequence[int]) -> Reply:
     """Greedy reply of mlx-lm's model and caches used directly: tokens and log-probabilities."""
     caches = make_prompt_cache(model)
     fed = list(prompt)
@@ -169,14 +177,13 @@ def _distance(model: Any, mode: BatchMode, trial: _Trial) -> float:
 def _batched(
     model: Any,
     shape: BatchShape,
-    asked: list[tuple[tuple[int, ...], list[tuple[int, np.ndarray[Any, Any]]]]],
-) -> list[list[np.ndarray[Any, Any]]]:
+    asked: list[tuple[tuple[int, ...], Reply]],
+) -> list[list[Logprobs]]:
     """Log-probabilities along the replies that the prompts had alone, whatever is likelier here."""
     batch = Batch(LiveCaches(model), shape)
     try:
-        replies: dict[int, list[np.ndarray[Any, Any]]] = {}
+        replies: dict[int, list[Logprobs]] = {}
         for prompt, reply in asked:
-            # One token more is sampled ahead.
             replies[batch.insert(prompt, None, 0, _saying(token for token, _ in reply))] = []
         while any(len(reply) < _REPLY_TOKENS for reply in replies.values()):
             for token in batch.step().tokens:
@@ -194,7 +201,7 @@ def _saying(tokens: Iterable[int]) -> Callable[[mx.array], mx.array]:
     return lambda _: next(said)
 
 
-def _difference(logprobs: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float:
+def _difference(logprobs: Logprobs, expected: Logprobs) -> float:
     """The largest one, as a share of the range of what is expected; infinite when there are
     differences that are no number."""
     # Some models mask a part of their vocabulary: those are equal though they are infinite.
@@ -203,15 +210,13 @@ def _difference(logprobs: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) 
     return float(largest) / _range(expected) if np.isfinite(largest) else float("inf")
 
 
-def _noise(model: Any, prompts: Sequence[Sequence[int]]) -> float:
+def _noise(model: Any, wholes: Sequence[tuple[Sequence[int], Logprobs]]) -> float:
     """Differences up to this come from the order of additions and from rounding, not from wrong
-    masks."""
+    masks. `wholes`: prompts, and what follows each when it is fed at once."""
     measured: list[float] = []
     rounding = 0.0
-    for prompt in prompts:
-        whole, *cut = (
-            _last(model, make_prompt_cache(model), prompt, chunk) for chunk in (len(prompt), *_CUTS)
-        )
+    for prompt, whole in wholes:
+        cut = (_last(model, make_prompt_cache(model), prompt, chunk) for chunk in _CUTS)
         measured += [_difference(found, whole) for found in cut]
         rounding = max(rounding, _rounding(whole))
     if all(p.dtype in (mx.float32, mx.uint32) for p in _weights(model)):
@@ -221,14 +226,14 @@ def _noise(model: Any, prompts: Sequence[Sequence[int]]) -> float:
     return min(max(_COARSE.least, typical) + rounding, _COARSE.most)
 
 
-def _rounding(logprobs: np.ndarray[Any, Any]) -> float:
+def _rounding(logprobs: Logprobs) -> float:
     """Two units in the last of bfloat16's 8 bits, as a share of the range."""
     finite = logprobs[np.isfinite(logprobs)]
     _, exponent = np.frexp(np.abs(finite).max(initial=0.0))
     return 2 * float(np.ldexp(1.0, exponent - 8)) / _range(logprobs)
 
 
-def _range(logprobs: np.ndarray[Any, Any]) -> float:
+def _range(logprobs: Logprobs) -> float:
     finite = logprobs[np.isfinite(logprobs)]
     # Of a vocabulary of one token it would be nothing.
     return (float(finite.max() - finite.min()) if finite.size else 0.0) + 1e-2
