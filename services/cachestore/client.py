@@ -45,8 +45,7 @@ MESSAGE_BYTES_MAX = 8 << 20
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),  # the daemon has the say
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    # Otherwise a new client inherits the back-off of one whose daemon died.
-    ("grpc.use_local_subchannel_pool", 1),
+    *endpoint.CHANNEL_OPTIONS,
     ("grpc.enable_retries", 0),
 )
 _REFUSALS = (

@@ -24,6 +24,13 @@ SESSION_SUFFIX = ".fd"
 # Exit code of a daemon whose path is held by another one; a starter that lost the race to
 # start it tells this from a failure.
 EXIT_HELD = 3
+# Of every client's channel.
+CHANNEL_OPTIONS = (
+    # A new connection must not inherit the back-off of one whose daemon died.
+    ("grpc.use_local_subchannel_pool", 1),
+    # http_proxy would have a say even for a loopback address.
+    ("grpc.enable_http_proxy", 0),
+)
 
 
 class EndpointError(ValueError):

@@ -11,6 +11,7 @@ from typing import IO
 
 import grpc
 
+from cachestore import endpoint
 from engine import config
 from engine.v1 import engine_pb2 as pb
 from engine.v1 import engine_pb2_grpc
@@ -21,10 +22,7 @@ _POLL_SECONDS = 0.05
 _OPTIONS = (
     ("grpc.max_send_message_length", config.MESSAGE_BYTES_MAX),
     ("grpc.max_receive_message_length", config.MESSAGE_BYTES_MAX),
-    # A new connection must not inherit the back-off of one whose engine was restarted.
-    ("grpc.use_local_subchannel_pool", 1),
-    # http_proxy would have a say even for a loopback address.
-    ("grpc.enable_http_proxy", 0),
+    *endpoint.CHANNEL_OPTIONS,
 )
 
 

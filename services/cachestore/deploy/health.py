@@ -14,13 +14,7 @@ def serving(address: str) -> bool:
     """Of the daemon at unix:PATH or HOST:PORT."""
     path = address.removeprefix("unix:")
     target = address if path == address else endpoint.grpc_target(Path(path))
-    options = (
-        # A channel of its own each time: a shared one would be in back-off from the last failure.
-        ("grpc.use_local_subchannel_pool", 1),
-        # http_proxy would have a say even for a loopback address.
-        ("grpc.enable_http_proxy", 0),
-    )
-    with grpc.insecure_channel(target, options=options) as channel:
+    with grpc.insecure_channel(target, options=endpoint.CHANNEL_OPTIONS) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=_ANSWER_SECONDS
