@@ -76,6 +76,11 @@ class Core:
         """Whether rows of some request are on their way out of the store."""
         return any(row.state is State.ATTACHING for row in self._rows.values())
 
+    @property
+    def looking_up(self) -> bool:
+        """Whether the cachestore has yet to answer for some request."""
+        return any(row.state is State.LOOKUP for row in self._rows.values())
+
     def occupancy(self) -> Occupancy:
         running = [row for row in self._rows.values() if row.uid is not None]
         decoding = sum(row.first_token_sent for row in running)

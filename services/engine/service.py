@@ -108,7 +108,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
         with self._account("Generate", request.prompt, context) as account:
-            prompt = await self._encode(request.model, request.prompt, context)
+            with self._worker.preparing():
+                prompt = await self._encode(request.model, request.prompt, context)
             account.prompt_tokens = len(prompt.tokens)
             try:
                 checked = request_from(request, prompt.tokens, self._limits, prompt.boundaries)
@@ -123,7 +124,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
             prefix = (await self._require(context)).prefix
             if request.pin:
                 await pinning.require(prefix.status, context)
-            prompt = await self._encode(request.model, request.prompt, context)
+            with self._worker.preparing():
+                prompt = await self._encode(request.model, request.prompt, context)
             account.prompt_tokens = len(prompt.tokens)
             try:
                 check_prompt(prompt.tokens, self._limits)

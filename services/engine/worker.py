@@ -4,13 +4,14 @@ Other threads leave messages in the inbox; the worker drains it between steps. I
 of anything, every caller gets a status first, and `ended` tells the server to exit non-zero.
 """
 
+import contextlib
 import copy
 import dataclasses
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 import grpc
@@ -27,6 +28,10 @@ Message = Callable[[Core], None]
 # A row whose cached rows are being copied joins after the step that follows the copy. So the step
 # waits for copies, at most this share of the time that the one before it took.
 COPY_WAIT_SHARE = 1 / 8
+# Requests that come together begin together: the first step after a pause waits so long at most
+# for those that are being prepared or looked up. Behind a first one that began alone, the others
+# would be computed in the short steps that a decoding row allows.
+GATHER_SECONDS = 0.03
 
 
 class WorkerOver(RuntimeError):
@@ -70,6 +75,7 @@ class Worker:
         self._over: Failed | None = None
         self._stopping = False
         self._turn_began: float | None = None
+        self._preparing = 0
         self.ready: Future[None] = Future()
         self.ended: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="mlx-worker")
@@ -88,6 +94,17 @@ class Worker:
         with self._lock:
             if self._over is None:
                 self._inbox.put(message)
+
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[None]:
+        """While a request that will be submitted is made ready. Any thread."""
+        with self._lock:
+            self._preparing += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._preparing -= 1
 
     def submit(self, request_id: int, request: Request, sink: Sink) -> None:
         """Start a request. The sink gets its events on the worker thread; it must not block."""
@@ -141,23 +158,25 @@ class Worker:
     def _serve(self, core: Core) -> None:
         while not self._stopping:
             self._turn_began = began = self._clock()
-            busy = core.turn()
-            now = self._clock()
-            until = now + COPY_WAIT_SHARE * (now - began)
-            try:
-                while True:
-                    self._take(core, busy, until)
-                    busy = True
-            except queue.Empty:
-                pass
+            if core.turn():
+                now = self._clock()
+                until = now + COPY_WAIT_SHARE * (now - began)
+                self._take_messages(core, lambda: core.copying, until)
+            else:
+                self._turn_began = None
+                self._take_message(core, None)
+                until = self._clock() + GATHER_SECONDS
+                self._take_messages(core, lambda: core.looking_up or self._preparing > 0, until)
 
-    def _take(self, core: Core, busy: bool, until: float) -> None:
-        """The next message. Waits for one when there is nothing to do, or until then for rows
-        that are being copied; raises queue.Empty."""
-        left = until - self._clock() if busy and core.copying else 0.0
-        if not busy:
-            self._turn_began = None
-        message = self._inbox.get(not busy or left > 0, left if left > 0 else None)
+    def _take_messages(self, core: Core, more: Callable[[], bool], until: float) -> None:
+        """All that are there, and while there are to be more, those that come until then."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._take_message(core, max(0.0, until - self._clock()) if more() else 0.0)
+
+    def _take_message(self, core: Core, seconds: float | None) -> None:
+        """Waits so long for one, None: until there is one; raises queue.Empty."""
+        message = self._inbox.get(seconds != 0, seconds)
         self._turn_began = self._clock()
         message(core)
 
