@@ -1,8 +1,15 @@
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
+
+# pytest-xdist hands on how wide the terminal is; what tests run is in a pipe.
+os.environ.pop("COLUMNS", None)
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # OpenBLAS's threads wait by spinning, and would take the cores from the other workers.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import tests.support.mlx  # noqa: F401 - before anything imports MLX
 from tests.support.daemons import Cachestore, short_directory, start_cachestore

@@ -25,7 +25,8 @@ RENEW_SECONDS = 8.0
 POLL_SECONDS = 0.25
 BACKOFF_SECONDS_MAX = 5.0
 PAUSE_SECONDS = 2.0
-START_SECONDS = 2.0
+# Of a daemon that is started first, on a machine that has much else to do.
+START_SECONDS = 10.0
 
 
 class StoreLink:

@@ -39,7 +39,7 @@ def test_a_store_that_hangs_is_an_error_soon(
                 spawn(daemon.socket, None, 600, directory / "launch.log")
         finally:
             os.kill(daemon.pid, signal.SIGCONT)
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 30
     assert len(starts) == 2
     assert [start.wait() for start in starts] == [3, 3]
 

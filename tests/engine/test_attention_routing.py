@@ -31,6 +31,7 @@ KEYS, VALUES = Affine(8, 64, Rotation(3)), Affine(4, 32)
 
 @pytest.fixture(autouse=True)
 def routed() -> Iterator[None]:
+    routing.uninstall()  # what the engines of other tests have left
     with routing.installed(PackedMatmul()):
         yield
     assert base.scaled_dot_product_attention is llama.scaled_dot_product_attention is OUTER
