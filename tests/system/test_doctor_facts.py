@@ -1,10 +1,18 @@
 """What both doctors say of given facts: those of which no set-up is planted."""
 
 import os
+import pwd
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from cachestore.deploy import launchd
+from cachestore.deploy.place import Place as Folders
+from cachestore.deploy.place import launchd_place
+from cachestore.deploy.service import ENGINE, LABELS, Setup, services
 from cachestore.doctor import checks, facts, limits
 from cachestore.doctor.finding import RunningEngine
 from cachestore.doctor.places import Lock, Meeting, Place
@@ -97,3 +105,60 @@ def test_a_model_beside_the_budget_counts() -> None:
         found = checks.findings(given)
         assert [finding.check for finding in found] == (["memory"] if wrong else [])
         assert all("--budget 11468MiB" in finding.advice for finding in found)
+
+
+ME = pwd.getpwuid(os.getuid()).pw_name
+
+
+@pytest.mark.parametrize(
+    ("installed", "problems", "advice"),
+    [
+        ({None: sys.executable}, ["does not run"], "cachestore-admin service start --only engine;"),
+        (
+            {ME: sys.executable},
+            ["does not run"],
+            "sudo cachestore-admin service start --only engine --system;",
+        ),
+        (
+            {ME: "/no/such/python"},
+            ["/no/such/python is gone"],
+            "sudo cachestore-admin service install --only engine --system",
+        ),
+        (
+            {None: sys.executable, ME: sys.executable},
+            ["does not run", "does not run", "is installed twice"],
+            "cachestore-admin service start --only engine;",
+        ),
+        ({"somebody": "/no/such/python"}, [], ""),
+    ],
+    ids=["agent", "daemon", "daemon without its python", "both", "of another user"],
+)
+def test_services_of_a_mac_are_found_with_and_without_a_login(
+    installed: Mapping[str | None, str],
+    problems: list[str],
+    advice: str,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def place(user: str | None) -> Folders:
+        found = launchd_place(directory, user)
+        return found if user is None else replace(found, definitions=directory / "LaunchDaemons")
+
+    for user, python in installed.items():
+        service = services(Setup(Path(python), attach=directory / "x.sock"), place(user))[ENGINE]
+        path = place(user).definitions / f"{LABELS[ENGINE]}.plist"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(launchd.plist(service))
+    monkeypatch.setattr(facts, "own_place", lambda: place(None))
+    monkeypatch.setattr(facts, "system_place", place)
+    monkeypatch.setattr("sys.platform", "darwin")
+    machine = facts.Machine(os.geteuid(), 64 << 30, 1024, "", None)
+    found, nothing = tuple(facts.installed_services()), facts.EngineReport((), None)
+    said = checks.findings(
+        facts.Facts("1", machine, (), found, 8 << 30, replace(MEETING, why_not="no"), None, nothing)
+    )
+    assert len(said) == len(problems)
+    for finding, problem in zip(said, problems, strict=True):
+        assert problem in finding.problem
+        assert finding.check == "services"
+    assert "".join(finding.advice for finding in said).startswith(advice)

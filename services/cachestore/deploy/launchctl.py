@@ -58,6 +58,10 @@ class Launchctl:
             raise DeployError(f"{self.path(name)} names no program: install it again")
         return tuple(words)
 
+    def user(self, name: str) -> str | None:
+        found = self._definition(name).get("UserName")
+        return found if isinstance(found, str) else None
+
     def install(self, service: Service) -> None:
         if self._loaded(service.name):
             self.stop(service.name)

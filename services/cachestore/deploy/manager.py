@@ -41,6 +41,9 @@ class Manager(Protocol):
     def arguments(self, name: str) -> tuple[str, ...]:
         """The command in an installed definition."""
 
+    def user(self, name: str) -> str | None:
+        """Whom an installed definition names to run as; None: nobody."""
+
     def install(self, service: Service) -> None:
         """Writes the definition, puts it in force, also at the next login or boot, and starts."""
 

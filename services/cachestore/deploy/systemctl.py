@@ -40,6 +40,9 @@ class Systemctl:
         except (OSError, ValueError, StopIteration) as error:
             raise DeployError(f"{path} cannot be read ({error}): install it again") from error
 
+    def user(self, name: str) -> str | None:
+        return None  # its units are the user's own
+
     def install(self, service: Service) -> None:
         self._shell.write(self.path(service.name), self.render(service), 0o644)
         self._must("daemon-reload")

@@ -6,7 +6,7 @@ from cachestore.budget import size_text
 from cachestore.config import StoreConfig
 from cachestore.deploy.service import CACHESTORE, ENGINE
 from cachestore.doctor import places
-from cachestore.doctor.facts import Facts
+from cachestore.doctor.facts import Facts, InstalledService
 from cachestore.doctor.finding import Finding, distinct
 
 # Weights, cache and the rest of the system: beyond it machines page, which is a cliff.
@@ -31,15 +31,28 @@ def services(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "services",
                 f"the service {service.name} ({service.path}) cannot start: {service.problem}",
-                "cachestore-admin service install",
+                _command("install", service),
             )
         elif not service.runs:
             yield Finding(
                 "services",
                 f"the service {service.name} ({service.path}) is installed and does not run",
-                f"cachestore-admin service start --only {service.name}; if it ends again, why: "
-                f"cachestore-admin service logs --only {service.name}",
+                f"{_command('start', service)}; if it ends again, why: {_command('logs', service)}",
             )
+    names = [service.name for service in facts.services]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            yield Finding(
+                "services",
+                f"the service {name} is installed twice, for the login and for the whole machine: "
+                "each wants the other's socket",
+                f"keep one of them: cachestore-admin service uninstall --only {name}",
+            )
+
+
+def _command(action: str, service: InstalledService) -> str:
+    words = f"cachestore-admin service {action} --only {service.name}"
+    return f"sudo {words} --system" if service.system else words
 
 
 def meeting(facts: Facts) -> Iterator[Finding]:
@@ -72,8 +85,9 @@ def versions(facts: Facts) -> Iterator[Finding]:
 
 def _anew(facts: Facts, name: str, pid: int) -> str:
     """A service that is only killed ends with 0, and is then not started again."""
-    if any(service.name == name for service in facts.services):
-        return f"cachestore-admin service restart --only {name}"
+    for service in facts.services:
+        if service.name == name:
+            return _command("restart", service)
     return f"kill {pid}, then as you started it before"
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pwd
 import resource
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from cachestore.budget import default_budget_bytes, physical_memory_bytes
 from cachestore.client import Client, StoreRefused, StoreUnavailable
 from cachestore.deploy import setup
 from cachestore.deploy.command import manager_of
-from cachestore.deploy.place import own_place
+from cachestore.deploy.place import Place, own_place, system_place
 from cachestore.deploy.service import NAMES, DeployError, program_gone
 from cachestore.deploy.shell import Shell
 from cachestore.doctor import limits, places
@@ -57,12 +58,14 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class InstalledService:
-    """`problem` is why it cannot start, empty when it can. `runs`: also while it loads."""
+    """`problem` is why it cannot start, empty when it can. `runs`: also while it loads. `system`:
+    without a login, as `service --system` installs it."""
 
     name: str
     path: Path
     problem: str
     runs: bool
+    system: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ def gather(socket: Path | None, engine_words: Sequence[str] = ()) -> Facts:
         version=version("mlx-cachestore"),
         machine=_machine(),
         settings=problems,
-        services=tuple(_services()),
+        services=tuple(installed_services()),
         budget_bytes=store.bytes_budget if store is not None else budget,
         meeting=meeting("cachestore", [path, endpoint.session_path(path)], why_not),
         store=store,
@@ -122,15 +125,22 @@ def _store(path: Path) -> tuple[RunningStore | None, str]:
     return found, ""
 
 
-def _services() -> Iterator[InstalledService]:
+def installed_services() -> Iterator[InstalledService]:
     """Those of this user, as their definitions say; the service manager is not asked."""
-    place = own_place()
+    yield from _installed_in(own_place())
+    if sys.platform == "darwin":
+        yield from _installed_in(system_place(pwd.getpwuid(os.getuid()).pw_name))
+
+
+def _installed_in(place: Place) -> Iterator[InstalledService]:
     manager = manager_of(Shell(lambda _: None, dry=True), place)
     for name in NAMES:
         path, problem, runs = manager.path(name), "", False
         if not os.path.exists(path):  # and not where we may not look
             continue
         try:
+            if manager.user(name) != place.user:
+                continue  # somebody else's, whose folders these are not
             arguments = manager.arguments(name)
             if program_gone(arguments):
                 problem = f"{arguments[0]} is gone, perhaps with its environment"
@@ -140,7 +150,7 @@ def _services() -> Iterator[InstalledService]:
             runs = socket == address or places.runs(Path(socket))
         except DeployError as error:
             problem = str(error)
-        yield InstalledService(name, path, problem, runs)
+        yield InstalledService(name, path, problem, runs, place.user is not None)
 
 
 def _machine() -> Machine:
