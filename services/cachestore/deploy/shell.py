@@ -1,5 +1,6 @@
 """The commands and files of an installation: each is shown, and in a dry run only shown."""
 
+import contextlib
 import shutil
 import subprocess
 import time
@@ -82,15 +83,20 @@ class Shell:
             raise DeployError(f"{command_text(command)}: {result.reason}")
 
     def write(self, path: Path, content: bytes, mode: int) -> None:
+        """All of it or nothing: a manager may read the file at any moment."""
         self.say(f"+ write {path}")
         if self.dry:
             self.say(content.decode())
             return
+        new = path.with_name(f".{path.name}.new")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-            path.chmod(mode)
+            new.write_bytes(content)
+            new.chmod(mode)
+            new.replace(path)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                new.unlink()
             raise DeployError(f"{path}: {error.strerror}") from error
 
     def make_folder(self, path: Path, owner: str | None) -> None:
