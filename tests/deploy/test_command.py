@@ -204,6 +204,23 @@ def test_status_says_with_its_exit_code_whether_all_run(
     )
 
 
+def test_status_says_what_it_can_when_the_settings_are_broken(
+    linux: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    linux.installer().install(linux.setup(), NAMES)
+    linux.place.config.parent.mkdir(parents=True)
+    linux.place.config.write_text("[cachestore\n")
+    assert service("status") == 0
+    said = capsys.readouterr().out
+    assert said.count(" running ") == 2
+    for name in NAMES:
+        assert f"{name}: {linux.place.config}: Expected ']'" in said
+    (definition,) = linux.place.definitions.glob("*engine*")
+    definition.write_text("[Service]\n")
+    assert service("status", "--only", "engine") == 0
+    assert "install it again" in capsys.readouterr().out
+
+
 def test_data_is_removed_only_after_a_yes(
     linux: Machine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """Services are installed, changed and removed as a whole, on either manager."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -183,13 +184,33 @@ def test_a_python_that_has_moved_is_named(machine: Machine) -> None:
         installer.start(NAMES)
 
 
+def test_a_definition_is_written_whole_or_not_at_all(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installer = machine.installer()
+    installer.install(machine.setup(), NAMES)
+    before = {path: path.read_bytes() for path in tree(machine.place.definitions)}
+
+    def fill_up(path: Path, content: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(content[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fill_up)
+    with pytest.raises(DeployError, match="No space left on device"):
+        installer.install(machine.setup(budget="1GiB"), NAMES)
+    assert {path: path.read_bytes() for path in tree(machine.place.definitions)} == before
+
+
 def test_a_definition_that_somebody_broke_is_named(machine: Machine) -> None:
     installer = machine.installer()
     installer.install(machine.setup(), NAMES)
     broken = next(path for path in tree(machine.place.definitions) if "engine" in path.name)
     broken.write_text("nonsense")
-    with pytest.raises(DeployError, match=r"cannot be read.*install it again"):
-        installer.status(NAMES)
+    store, engine = installer.status(NAMES)
+    assert "cannot be read" in engine.problem
+    assert "install it again" in engine.problem
+    assert (store.problem, store.serving) == ("", True)
     installer.install(machine.setup(), NAMES)
     assert len(machine.pids()) == 2
     broken.write_text("nonsense")

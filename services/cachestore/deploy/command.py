@@ -171,6 +171,8 @@ def _word(status: Status) -> str:
         return "not installed"
     if status.state.pid is None:
         return "stopped" if not status.state.exit_status else "failed"
+    if not status.address:
+        return "running"
     return "serving" if status.serving else "not serving"
 
 

@@ -32,7 +32,8 @@ _START_SECONDS = {CACHESTORE: 60, ENGINE: 600}
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Of one service. `address` is where it is asked; `problem` what keeps it from starting."""
+    """Of one service. `address` is where it is asked, empty when that is not known; `problem` what
+    keeps it from starting."""
 
     name: str
     installed: bool
@@ -144,9 +145,12 @@ class Installer:
         state = self._manager.state(name)
         if not self._installed(name):
             return Status(name, False, state, False)
-        address, problem = self._address(name, self._manager.arguments(name)), ""
-        if program_gone(self._manager.arguments(name)):
-            problem = self._gone(name)
+        try:
+            arguments = self._manager.arguments(name)
+            problem = self._gone(name) if program_gone(arguments) else ""
+            address = self._address(name, arguments)
+        except DeployError as error:  # of its definition, or of a file of settings
+            return Status(name, True, state, False, problem=f"{name}: {error}")
         return Status(name, True, state, self._serving(address), address, problem)
 
     def _await(self, name: str, replaced: int | None) -> None:
