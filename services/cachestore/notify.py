@@ -10,6 +10,10 @@ import socket
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 
+# For a manager that is busy to hear that we serve: it would otherwise wait for that until it gives
+# up. Everything else may be dropped, and is not waited for.
+READY_SECONDS = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class Notifier:
@@ -34,8 +38,8 @@ class Notifier:
         return cls(address or None, seconds or None)
 
     def ready(self, status: str) -> None:
-        """The service serves. `status` is a line for people."""
-        self._send(f"READY=1\nSTATUS={status}")
+        """The service serves. `status` is a line for people. May block for READY_SECONDS."""
+        self._send(f"READY=1\nSTATUS={status}", READY_SECONDS)
 
     def status(self, status: str) -> None:
         self._send(f"STATUS={status}")
@@ -52,7 +56,7 @@ class Notifier:
                 self._send("WATCHDOG=1")
             await asyncio.sleep(self.watchdog_seconds)
 
-    def _send(self, state: str) -> None:
+    def _send(self, state: str, seconds: float = 0.0) -> None:
         if self.address is None:
             return
         # "@" stands for the zero byte of an abstract address.
@@ -62,6 +66,6 @@ class Notifier:
             contextlib.suppress(OSError),
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender,
         ):
-            sender.setblocking(False)
+            sender.settimeout(seconds)
             sender.connect(address)
             sender.send(state.encode(errors="backslashreplace"))

@@ -3,10 +3,12 @@
 import asyncio
 import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from cachestore import notify
 from cachestore.notify import Notifier
 from tests.support.daemons import start_cachestore
 from tests.support.manager import Manager
@@ -29,6 +31,32 @@ def test_a_manager_that_has_gone_harms_nobody(directory: Path) -> None:
         for _ in range(5000):
             speaker.status("x" * 100)
         assert "STATUS=" + "x" * 100 in manager.heard
+
+
+def test_that_it_serves_is_heard_by_a_manager_that_is_busy(directory: Path) -> None:
+    with Manager(directory / "manager") as manager:
+        speaker = Notifier.take(dict(manager.environment))
+        for _ in range(5000):
+            speaker.status("x" * 100)
+        # Its queue is full: this waits until the manager comes to it.
+        speaking = threading.Thread(target=speaker.ready, args=["serving"])
+        speaking.start()
+        speaking.join(0.1)
+        assert speaking.is_alive()
+        manager.wait("READY=1")
+        speaking.join()
+
+
+def test_nobody_waits_for_ever_for_a_manager_that_hangs(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notify, "READY_SECONDS", 0.05)
+    with Manager(directory / "manager") as manager:
+        speaker = Notifier.take(dict(manager.environment))
+        for _ in range(5000):
+            speaker.status("x" * 100)
+        speaker.ready("serving")
+        assert "READY=1" not in manager.heard
 
 
 def test_a_name_that_is_not_utf8_harms_nobody(directory: Path) -> None:
