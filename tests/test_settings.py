@@ -195,6 +195,19 @@ def test_an_error_of_a_file_names_it_and_the_key(
     assert named in told
 
 
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_settings_are_not_read_from_what_may_never_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    path = tmp_path / "pipe" if kind == "pipe" else Path("/dev/zero")
+    if kind == "pipe":
+        os.mkfifo(path)
+    said = f"{path}: a pipe or a device; settings must be in a file"
+    assert refused(capsys, "engine", "--model", "m", "--config", str(path)) == f"--config {said}"
+    monkeypatch.setenv(variables.CONFIG, str(path))
+    assert refused(capsys, "cachestore") == f"{variables.CONFIG} {said}"
+
+
 @pytest.mark.parametrize(
     ("name", "text", "named"),
     [

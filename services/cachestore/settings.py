@@ -9,6 +9,7 @@ flag counts. Before that each value is read by itself, so that an error says whe
 
 import argparse
 import difflib
+import errno
 import os
 import re
 import sys
@@ -225,6 +226,9 @@ def default_file() -> Path:
 
 def load(path: Path) -> dict[str, Any]:
     """What a file says, unchecked. Raises OSError, and SettingsError when it is not TOML."""
+    if path.is_fifo() or (path.is_char_device() and not path.samefile(os.devnull)):
+        # To read it could take for ever, and each daemon reads it more than once.
+        raise OSError(errno.EINVAL, "a pipe or a device; settings must be in a file", str(path))
     with path.open("rb") as file:
         try:
             return tomllib.load(file)
