@@ -1,6 +1,8 @@
 """Log lines of both daemons: plain or JSON, on stderr or in a file that rotates."""
 
 import argparse
+import contextlib
+import errno
 import json
 import logging
 import os
@@ -149,7 +151,7 @@ def _open(path: Path) -> RotatingFileHandler:
 
 class _RotatingFile(RotatingFileHandler):
     """Private, and begun anew also when somebody else moved it away: newsyslog, or a second
-    process that writes to it."""
+    process that writes to it. Where no new one can be begun, the old one goes on."""
 
     _failed = False
 
@@ -160,15 +162,26 @@ class _RotatingFile(RotatingFileHandler):
             self._failed = True
             super().handleError(record)
 
+    def doRollover(self) -> None:
+        try:
+            super().doRollover()
+        except OSError:
+            if self.stream is None:
+                self.stream = self._open()
+
     def _open(self) -> TextIOWrapper:
+        if os.path.exists(self.baseFilename) and not os.path.isfile(self.baseFilename):
+            # A pipe that nobody reads would hold us for ever, and a device cannot be renamed.
+            raise OSError(errno.EINVAL, "not a regular file; without the flag the log is on stderr")
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         fd = os.open(self.baseFilename, flags, 0o600)
         return os.fdopen(fd, "a", encoding=self.encoding, errors=self.errors)
 
     def shouldRollover(self, record: logging.LogRecord) -> bool:
         if self.stream is not None and self._moved(self.stream):
-            self.stream.close()
-            self.stream = self._open()
+            with contextlib.suppress(OSError):
+                moved, self.stream = self.stream, self._open()
+                moved.close()
         return bool(super().shouldRollover(record))
 
     def _moved(self, stream: TextIOWrapper) -> bool:

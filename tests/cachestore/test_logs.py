@@ -1,10 +1,11 @@
 """The lines of a log, and the files that they are in."""
 
 import argparse
-import contextlib
 import json
 import logging
+import os
 import re
+import resource
 import stat
 import subprocess
 import sys
@@ -95,6 +96,14 @@ def test_a_file_that_was_moved_away_is_begun_anew(directory: Path) -> None:
     assert "before" in (directory / "moved").read_text()
     assert "after" not in (directory / "moved").read_text()
     assert "again" in path.read_text()
+    # Where none can be begun, the old one goes on.
+    path.rename(directory / "moved again")
+    path.mkdir()
+    log.info("still")
+    assert "still" in (directory / "moved again").read_text()
+    path.rmdir()
+    log.info("at last")
+    assert "at last" in path.read_text()
 
 
 def test_auto_is_the_platforms_directory(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,14 +164,46 @@ def test_a_log_file_that_cannot_be_opened_is_one_line_and_exit_code_2(directory:
     assert refused.stderr == "error: --log-file /nowhere/x.log: No such file or directory\n"
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file of an ever full disk here")
-def test_a_full_disk_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    begin(Path("/dev/full"))
-    for _ in range(3):
-        log.warning("lost")
+def test_what_is_no_file_is_refused_and_named(directory: Path) -> None:
+    pipe = directory / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, Path(os.devnull), directory):
+        with pytest.raises(LogError, match=f"--log-file {path}: not a regular file"):
+            begin(path)
+
+
+def test_a_rotation_that_fails_loses_no_line(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("not in this folder")
+
+    monkeypatch.setattr(config, "LOG_BYTES_MAX", 500)
+    begin(directory / "x.log")
+    with monkeypatch.context() as patched:
+        patched.setattr("os.rename", refuse)
+        for number in range(20):
+            log.info("line %d", number)
+    lines = (directory / "x.log").read_text().splitlines()
+    assert [line.rpartition("line ")[2] for line in lines] == [str(n) for n in range(20)]
+    log.info("line 20")
+    assert (directory / "x.log").read_text().count("\n") == 1
+    assert (directory / "x.log.1").read_text().splitlines() == lines
+
+
+def test_a_disk_that_takes_no_more_is_said_once(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin(directory / "x.log")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        for _ in range(3):
+            log.warning("lost")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     said = capsys.readouterr().err
-    (handler,) = logging.getLogger().handlers
-    with contextlib.suppress(OSError):
-        handler.close()
     assert said.count("Logging error") == 1
-    assert "No space left on device" in said
+    assert "File too large" in said
+    log.warning("kept")
+    assert (directory / "x.log").read_text().splitlines()[-1].endswith("kept")
