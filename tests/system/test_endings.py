@@ -28,6 +28,9 @@ from tests.support.rounds import ROUNDS
 from tests.support.slabs import held_slabs, slabs_of_all_processes
 from tests.support.waiting import until
 
+# A machine that does much else may need a minute for a round.
+pytestmark = pytest.mark.timeout(300 + 60 * ROUNDS)
+
 STREAMS = 8
 WRITERS = 3
 
