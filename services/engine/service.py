@@ -93,6 +93,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         self._accounts = accounts
         self._opened: _Opened | None = None
         self._ids = itertools.count(1)
+        # Requests from their arrival on: a prompt that waits for its encoding takes room as well.
+        self._present = 0
         self._running: dict[int, Sink] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -107,7 +109,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
-        with self._account("Generate", request.prompt, context) as account:
+        async with self._account("Generate", request.prompt, context) as account:
             with self._worker.preparing():
                 prompt = await self._encode(request.model, request.prompt, context)
             account.prompt_tokens = len(prompt.tokens)
@@ -120,7 +122,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
                     yield _generated(event)
 
     async def Warm(self, request: pb.WarmRequest, context: Context) -> pb.WarmResponse:
-        with self._account("Warm", request.prompt, context) as account:
+        async with self._account("Warm", request.prompt, context) as account:
             prefix = (await self._require(context)).prefix
             if request.pin:
                 await pinning.require(prefix.status, context)
@@ -147,7 +149,8 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         raise AssertionError("a request ended without Done or Failed")
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        prompt = await self._encode(request.model, request.prompt, context)
+        async with self._place(context):
+            prompt = await self._encode(request.model, request.prompt, context)
         return pb.TokenizeResponse(token_ids=prompt.tokens)
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
@@ -200,10 +203,25 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     def close(self) -> None:
         self._encoding.shutdown()
 
-    def _account(
+    @contextlib.asynccontextmanager
+    async def _account(
         self, method: str, prompt: pb.Prompt, context: Context
-    ) -> contextlib.AbstractContextManager[Account]:
-        return self._accounts.of(next(self._ids), method, prompt, context)
+    ) -> AsyncIterator[Account]:
+        """Of a request that runs in the body and has a place as long."""
+        with self._accounts.of(next(self._ids), method, prompt, context) as account:
+            async with self._place(context):
+                yield account
+
+    @contextlib.asynccontextmanager
+    async def _place(self, context: Context) -> AsyncIterator[None]:
+        if self._present >= config.QUEUE_REQUESTS_MAX:
+            message = f"{self._present} requests are running or queued already; try again later"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
+        self._present += 1
+        try:
+            yield
+        finally:
+            self._present -= 1
 
     @property
     def _limits(self) -> ModelLimits:
@@ -232,10 +250,6 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         """The events of a request. Ending the iteration early cancels it."""
         if self._draining:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is stopping")
-        if len(self._running) >= config.QUEUE_REQUESTS_MAX:
-            count = len(self._running)
-            message = f"{count} requests are running or queued already; try again later"
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event] = asyncio.Queue()
 

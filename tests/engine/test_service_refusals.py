@@ -1,8 +1,11 @@
 """What the service refuses, with which status, and which field it names."""
 
 import asyncio
+import contextlib
 import logging
 import math
+import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -154,6 +157,41 @@ def test_more_requests_than_the_queue_holds_are_refused(served: Served) -> None:
     assert served.generate(prompt=ids([1]), max_tokens=1)[0]
 
 
+@pytest.mark.parametrize("call", ["Generate", "Warm", "Tokenize"])
+def test_a_prompt_that_is_still_being_encoded_has_a_place(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr(config, "QUEUE_REQUESTS_MAX", 1)
+    encoder = EncodesIds()
+    encoder.go_on.clear()
+
+    def ask(listen: Listen) -> tuple[grpc.Call, list[int]]:
+        with connect(listen) as stub:
+            asked = stub.Tokenize.future(pb.TokenizeRequest(prompt=ids([1])))
+            assert encoder.began.wait(10)
+            calls = {
+                "Generate": lambda: list(stub.Generate(pb.GenerateRequest(prompt=ids([1])))),
+                "Warm": lambda: stub.Warm(pb.WarmRequest(prompt=ids([1]))),
+                "Tokenize": lambda: stub.Tokenize(pb.TokenizeRequest(prompt=ids([1]))),
+            }
+            error = refusal(calls[call])
+            encoder.go_on.set()
+            assert [*asked.result(10).token_ids] == [1]
+            return error, [*stub.Tokenize(pb.TokenizeRequest(prompt=ids([2]))).token_ids]
+
+    async def run() -> tuple[grpc.Call, list[int]]:
+        async with serving(directory, over(), encoder) as (_, listen):
+            try:
+                return await asyncio.to_thread(ask, listen)
+            finally:
+                encoder.go_on.set()
+
+    error, afterwards = asyncio.run(run())
+    assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (error.details() or "").startswith("1 requests are running or queued already")
+    assert afterwards == [2]
+
+
 # --- when the worker is over ---------------------------------------------------------------
 
 
@@ -163,33 +201,14 @@ def test_when_the_worker_is_over_every_call_says_so(
 ) -> None:
     caplog.set_level(logging.INFO, "engine.account")
 
-    def load() -> Core:
-        raise RuntimeError("the device is lost")
-
-    worker = Worker(load)
-    worker.start()
-    worker.stop()
-    encoder = cast(PromptEncoder, EncodesIds())
-    limits = ModelLimits(CONTEXT_TOKENS, VOCABULARY_TOKENS, frozenset())
-    model = ServedModel("m", "llama", "float32", "cpu", "batched", limits, encoder)
-    listen = Listen(directory / "engine.sock", None)
-
     async def run() -> tuple[list[grpc.Call], list[grpc.Call]]:
-        service = EngineService(worker, Accounts(lines, prompts=False))
-        service.open(model, Prefix(worker.post))
-        server = grpc.aio.server()
-        engine_pb2_grpc.add_EngineServicer_to_server(service, server)
-        server.add_insecure_port(listen.target)
-        await server.start()
-        over = await asyncio.to_thread(refusals, listen)
-        await service.drain()
-        drained = await asyncio.to_thread(refusals, listen)
-        await server.stop(0)
-        service.close()
-        return over, drained
+        async with serving(directory, over(), EncodesIds(), lines=lines) as (service, listen):
+            refused = await asyncio.to_thread(refusals, listen)
+            await service.drain()
+            return refused, await asyncio.to_thread(refusals, listen)
 
-    over, (generate, warm, stats) = asyncio.run(run())
-    for error in (*over, stats):
+    refused, (generate, warm, stats) = asyncio.run(run())
+    for error in (*refused, stats):
         assert error.code() == grpc.StatusCode.INTERNAL
         assert "the device is lost" in (error.details() or "")
     # While the engine stops, whoever asks is told to go elsewhere.
@@ -197,9 +216,48 @@ def test_when_the_worker_is_over_every_call_says_so(
     assert ("request" in caplog.messages) == lines
 
 
+def over() -> Worker:
+    def load() -> Core:
+        raise RuntimeError("the device is lost")
+
+    worker = Worker(load)
+    worker.start()
+    worker.stop()
+    return worker
+
+
 class EncodesIds:
+    """Once it may `go_on`."""
+
+    def __init__(self) -> None:
+        self.began, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
+
     def encode_ids(self, tokens: Any) -> list[int]:
+        self.began.set()
+        assert self.go_on.wait(30)
         return [*tokens]
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    directory: Path, worker: Worker, encoder: EncodesIds, *, lines: bool = True
+) -> AsyncIterator[tuple[EngineService, Listen]]:
+    limits = ModelLimits(CONTEXT_TOKENS, VOCABULARY_TOKENS, frozenset())
+    encodes = cast(PromptEncoder, encoder)
+    model = ServedModel("m", "llama", "float32", "cpu", "batched", limits, encodes)
+    listen = Listen(directory / "engine.sock", None)
+    service = EngineService(worker, Accounts(lines, prompts=False))
+    service.open(model, Prefix(worker.post))
+    server = grpc.aio.server()
+    engine_pb2_grpc.add_EngineServicer_to_server(service, server)
+    server.add_insecure_port(listen.target)
+    await server.start()
+    try:
+        yield service, listen
+    finally:
+        await server.stop(0)
+        service.close()
 
 
 def refusals(listen: Listen) -> list[grpc.Call]:
