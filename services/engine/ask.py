@@ -17,10 +17,11 @@ from cachestore.flags import whole
 from engine import config, kvflags, signals
 from engine.config import Listen, parse_listen
 from engine.flags import ConfigError, bias, text_of, utf8
-from engine.remote import EngineAway, EngineProcess, connect, model_of
+from engine.remote import EngineAway, EngineProcess, connect, loads, model_of
 from engine.v1 import engine_pb2 as pb
 from engine.v1 import engine_pb2_grpc
 
+_POLL_SECONDS = 0.25
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),
     *("repetition_penalty", "repetition_context_size"),
@@ -109,7 +110,7 @@ def answering(flags: argparse.Namespace) -> Iterator[engine_pb2_grpc.EngineStub]
     listen = parse_listen(address, "--engine")
     words = kvflags.serve_words(flags.model or config.MODEL_DEFAULT, listen, flags)
     with contextlib.ExitStack() as stack:
-        found = model_of(listen)
+        found = _found(listen)
         if found is not None and flags.model not in (None, found.name):
             raise EngineAway(
                 f"the engine at {listen} serves {found.name}, not {flags.model}: leave --model "
@@ -129,6 +130,19 @@ def answering(flags: argparse.Namespace) -> Iterator[engine_pb2_grpc.EngineStub]
             stack.callback(started.stop)
             started.wait_ready()
         yield stack.enter_context(connect(listen))
+
+
+def _found(listen: Listen) -> pb.GetModelResponse | None:
+    """What the engine at this address serves, once it has loaded that; None when none is there."""
+    said = False
+    while (found := model_of(listen)) is None and loads(listen):
+        if not said:
+            sys.stderr.write(
+                f"The engine at {listen} is still loading its model; waiting for it.\n"
+            )
+            said = True
+        time.sleep(_POLL_SECONDS)
+    return found
 
 
 def said_why(error: EngineAway | grpc.RpcError) -> int:

@@ -231,9 +231,9 @@ def _compare_budget(link: StoreLink, asked_bytes: int | None) -> None:
         stats = client.stats()
         if stats.bytes_budget != asked_bytes:
             log.warning(
-                "--cachestore-budget %d has no effect: the cachestore that runs already "
-                "(process %d) has a budget of %d bytes; end it to start one with another",
-                asked_bytes,
+                "a cachestore runs already (process %d), with a budget of %d bytes and not of the "
+                "%d that were asked for; end it to start one with those",
                 stats.pid,
                 stats.bytes_budget,
+                asked_bytes,
             )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cachestore import endpoint
 from engine import config
@@ -51,6 +52,17 @@ def model_of(listen: config.Listen, timeout_seconds: float = 5.0) -> pb.GetModel
             return stub.GetModel(pb.GetModelRequest(), timeout=timeout_seconds)
         except grpc.RpcError:
             return None
+
+
+def loads(listen: config.Listen, timeout_seconds: float = 5.0) -> bool:
+    """Whether there is an engine at this address that does not serve yet."""
+    with channel(listen) as opened:
+        check = health_pb2_grpc.HealthStub(opened).Check
+        try:
+            health = check(health_pb2.HealthCheckRequest(), timeout=timeout_seconds)
+        except grpc.RpcError:
+            return False
+    return bool(health.status == health_pb2.HealthCheckResponse.NOT_SERVING)
 
 
 class EngineProcess:

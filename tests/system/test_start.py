@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -84,9 +85,28 @@ def test_a_signal_ends_a_download_and_its_pip(directory: Path, number: int) -> N
                     pass
 
 
+@dataclass
+class Loading:
+    """An engine that has begun to load a model, and ends that when `finish` is called."""
+
+    process: "subprocess.Popen[bytes]"
+    file: Path
+    writer: int
+
+    def finish(self) -> None:
+        self.file.unlink()
+        self.file.write_text("{}")  # for who reads it again
+        os.write(self.writer, b"{}")
+        self.close()
+
+    def close(self) -> None:
+        if self.writer >= 0:
+            os.close(self.writer)
+        self.writer = -1
+
+
 @contextlib.contextmanager
-def loading(directory: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """An engine that has begun to load a model, and never ends that."""
+def loading(directory: Path) -> Iterator[Loading]:
     model = save_tiny_model(directory / "model")
     # Whoever reads it waits until somebody writes.
     endless = model / "generation_config.json"
@@ -98,23 +118,23 @@ def loading(directory: Path) -> Iterator["subprocess.Popen[bytes]"]:
         except OSError:
             return 0
 
-    with serving(directory, "--model", str(model)) as process:
-        writer = until(opened, "the load", seconds=60)
+    with serving(directory, "--model", str(model), "--cachestore", "off") as process:
+        begun = Loading(process, endless, until(opened, "the load", seconds=60))
         try:
-            yield process
+            yield begun
         finally:
-            os.close(writer)
+            begun.close()
 
 
 @pytest.mark.parametrize("number", signals.ENDING)
 def test_a_signal_ends_a_load(directory: Path, number: int) -> None:
-    with loading(directory) as process:
-        assert_ends(directory, process, number)
+    with loading(directory) as engine:
+        assert_ends(directory, engine.process, number)
 
 
 def test_who_comes_while_it_loads_is_told_so(directory: Path) -> None:
     listen = parse_listen(f"unix:{directory / 'engine.sock'}")
-    with loading(directory) as process, connect(listen) as stub:
+    with loading(directory) as engine, connect(listen) as stub:
         assert not is_serving(listen)
         calls = (
             lambda: list(stub.Generate(pb.GenerateRequest(prompt=ids([1])))),
@@ -127,7 +147,26 @@ def test_who_comes_while_it_loads_is_told_so(directory: Path) -> None:
             with pytest.raises(grpc.RpcError, match="the engine is loading its model") as refused:
                 call()
             assert refused.value.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
-        assert_ends(directory, process, signal.SIGTERM)
+        assert_ends(directory, engine.process, signal.SIGTERM)
+
+
+def test_a_chat_waits_for_an_engine_that_loads(directory: Path) -> None:
+    with loading(directory) as engine:
+        chat = subprocess.Popen(
+            [sys.executable, "-m", "engine", "chat", "--max-tokens", "2"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "MLX_CACHESTORE_RUNTIME_DIR": str(directory)},
+        )
+        assert chat.stderr is not None
+        assert "is still loading its model; waiting for it" in chat.stderr.readline()
+        engine.finish()
+        _, said = chat.communicate("Hello\n", timeout=60)
+        assert chat.returncode == 0
+        assert "prompt tokens" in said
+        assert engine.process.poll() is None  # it was this one that answered
 
 
 def test_whoever_asks_twice_does_not_wait_for_the_drain(directory: Path) -> None:
@@ -192,7 +231,7 @@ def test_a_budget_that_the_running_store_does_not_have_is_said(directory: Path) 
             with start_engine(directory, model, "--cachestore-budget", budget, name=budget):
                 pass
             log = (directory / f"{budget}.log").read_text()
-            assert ("WARNING" in log and "--cachestore-budget 33554432" in log) == warned
+            assert ("WARNING" in log and "not of the 33554432 that" in log) == warned
 
 
 def test_the_socket_is_private_whatever_the_umask(directory: Path) -> None:
