@@ -7,8 +7,8 @@ The generation engine. A call that fails ends with one of these statuses, never 
 - INVALID_ARGUMENT: a field cannot be served as it is, for instance a prompt that leaves no room
   in the model's context. The message begins with the field's name.
 - NOT_FOUND: `model` names another model than the one that is served.
-- RESOURCE_EXHAUSTED: 256 requests run or wait already; send it again later. Or the message is
-  larger than 16 MiB.
+- RESOURCE_EXHAUSTED: 256 requests run or wait already, calls of Tokenize among them; send it
+  again later. Or the message is larger than 16 MiB.
 - UNAVAILABLE: no engine is there, or it is still loading its model, or stopping. It may be sent
   again.
 - CANCELLED: the client cancelled; gRPC itself also answers it to calls that arrive as the server
