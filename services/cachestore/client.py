@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cachestore import endpoint, handover, reply
-from cachestore.config import ENTRIES_PER_CALL_MAX
+from cachestore.config import ENTRIES_PER_CALL_MAX, MESSAGE_BYTES_MAX
 from cachestore.extent import Extent
 from cachestore.frame import SESSION_METADATA
 from cachestore.launch import LaunchError, spawn
@@ -41,7 +41,6 @@ __all__ = [
     "spawn",
 ]
 
-MESSAGE_BYTES_MAX = 8 << 20
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),  # the daemon has the say
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),

@@ -20,6 +20,8 @@ LEASE_IDS_PER_CALL_MAX = 4096
 WAIT_SECONDS_MAX = 120
 ENTRIES_PER_CALL_MAX = 256
 CHECKPOINTS_PER_CALL_MAX = 64
+# Of one message, either way.
+MESSAGE_BYTES_MAX = 8 * MIB
 CHECKPOINTS_MAX, CHECKPOINTS_MAX_MIN = 8, 2
 
 # Of a log file, and how many full ones are kept beside it.

@@ -11,13 +11,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from cachestore.config import BUDGET_BYTES_MIN
+from cachestore.config import BUDGET_BYTES_MIN, EXTENT_UNIT_BYTES, TOKEN_BYTES
 from cachestore.extent import Extent
 from cachestore.v1 import cachestore_pb2
 from cachestore.write import Piece, StagedCheckpoint
-
-_EXTENT_UNIT_BYTES = 256
-_TOKEN_BYTES = 4
 
 
 class Contradiction(Exception):
@@ -131,7 +128,7 @@ def reservation(
     reply: cachestore_pb2.ReserveResponse, request: cachestore_pb2.ReserveRequest
 ) -> Reservation:
     """Checks that the pieces cover rows that are not held, in order, with room for each."""
-    tokens = len(request.tokens) // _TOKEN_BYTES
+    tokens = len(request.tokens) // TOKEN_BYTES
     pieces = tuple(_piece(piece) for piece in reply.pieces)
     if reply.have < request.first_row:
         raise Contradiction(f"a reservation from row {reply.have}, before {request.first_row}")
@@ -211,7 +208,7 @@ def _extent(extent: cachestore_pb2.Extent) -> Extent:
 
 
 def _check_extent(offset: int, length: int) -> None:
-    if offset % _EXTENT_UNIT_BYTES or length % _EXTENT_UNIT_BYTES or length == 0:
+    if offset % EXTENT_UNIT_BYTES or length % EXTENT_UNIT_BYTES or length == 0:
         raise Contradiction(f"an extent of [{offset}, +{length})")
 
 

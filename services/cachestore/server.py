@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 
 from cachestore import endpoint, exporter
-from cachestore.config import StoreConfig
+from cachestore.config import MESSAGE_BYTES_MAX, StoreConfig
 from cachestore.health import Health, reflect
 from cachestore.memory import Memory
 from cachestore.metrics import StoreMetrics
@@ -25,7 +25,6 @@ from cachestore.store import Store
 from cachestore.upkeep import Upkeep, calm_collector
 from cachestore.v1 import cachestore_pb2, cachestore_pb2_grpc
 
-MESSAGE_BYTES_MAX = 8 << 20
 _TICK_SECONDS = 1.0
 # Of calls that wait for rows; SIGTERM ends the daemon within a second.
 _GRACE_SECONDS = 0.5
