@@ -7,14 +7,13 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from cachestore import messages, record
 from cachestore.calls import Calls, Context
 from cachestore.catalog import Evicted, busiest
-from cachestore.config import ENTRIES_PER_CALL_MAX, NAMESPACE_BYTES
 from cachestore.memory import Memory
 from cachestore.node import Record
 from cachestore.retirement import Retirement, Slab
 from cachestore.store import Store
 from cachestore.v1 import cachestore_pb2 as pb
 from cachestore.v1 import cachestore_pb2_grpc
-from cachestore.validation import invalid
+from cachestore.validation import invalid, require_limit, require_namespace
 from cachestore.verify import verify
 
 # Dropping so many takes about 5 ms.
@@ -47,8 +46,8 @@ class CatalogService(cachestore_pb2_grpc.CachestoreServicer, ABC):
     ) -> pb.ListEntriesResponse:
         def entries(_session: int, now: float) -> list[pb.Entry]:
             if request.namespace:
-                _require_namespace(request.namespace)
-            _require_limit(request.limit)
+                require_namespace(request.namespace)
+            require_limit(request.limit)
             catalog = self._store.catalog(now)
             found = catalog.entries(request.namespace, request.after_record_id, request.limit, now)
             return list(map(messages.entry, found))
@@ -61,7 +60,7 @@ class CatalogService(cachestore_pb2_grpc.CachestoreServicer, ABC):
         self, request: pb.ListPrefixesRequest, context: Context
     ) -> pb.ListPrefixesResponse:
         def records(_session: int, now: float) -> list[Record]:
-            _require_limit(request.limit)
+            require_limit(request.limit)
             return self._store.catalog(now).records()
 
         held = await self._calls.run(context, records, counted=False)
@@ -85,7 +84,7 @@ class CatalogService(cachestore_pb2_grpc.CachestoreServicer, ABC):
             catalog = self._store.catalog(now)
             match request.WhichOneof("what"):
                 case "namespace":
-                    _require_namespace(request.namespace)
+                    require_namespace(request.namespace)
                     return catalog.everything(request.namespace)
                 case "record_id":
                     return catalog.behind(request.record_id)
@@ -151,13 +150,3 @@ class CatalogService(cachestore_pb2_grpc.CachestoreServicer, ABC):
             return pb.InspectResponse(entry=messages.entry(catalog.entry(held, now)), head=head)
 
         return await self._calls.run(context, inspect, counted=False)
-
-
-def _require_limit(limit: int) -> None:
-    if not 1 <= limit <= ENTRIES_PER_CALL_MAX:
-        raise invalid(f"limit is {limit}; give 1 to {ENTRIES_PER_CALL_MAX}")
-
-
-def _require_namespace(namespace: bytes) -> None:
-    if len(namespace) != NAMESPACE_BYTES:
-        raise invalid(f"namespace has {len(namespace)} bytes; give exactly {NAMESPACE_BYTES}")

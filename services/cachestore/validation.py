@@ -5,6 +5,7 @@ from itertools import pairwise
 
 from cachestore.config import (
     CHECKPOINTS_PER_CALL_MAX,
+    ENTRIES_PER_CALL_MAX,
     LABEL_BYTES_MAX,
     LEASE_IDS_PER_CALL_MAX,
     NAMESPACE_BYTES,
@@ -26,10 +27,19 @@ def exhausted(message: str) -> Refused:
     return Refused(RefusalCode.RESOURCE_EXHAUSTED, message)
 
 
-def require_sequence(namespace: bytes, tokens: bytes, max_tokens: int) -> int:
-    """Returns the number of tokens."""
+def require_namespace(namespace: bytes) -> None:
     if len(namespace) != NAMESPACE_BYTES:
         raise invalid(f"namespace has {len(namespace)} bytes; give exactly {NAMESPACE_BYTES}")
+
+
+def require_limit(limit: int) -> None:
+    if not 1 <= limit <= ENTRIES_PER_CALL_MAX:
+        raise invalid(f"limit is {limit}; give 1 to {ENTRIES_PER_CALL_MAX}")
+
+
+def require_sequence(namespace: bytes, tokens: bytes, max_tokens: int) -> int:
+    """Returns the number of tokens."""
+    require_namespace(namespace)
     if not tokens or len(tokens) % TOKEN_BYTES:
         raise invalid(
             f"tokens has {len(tokens)} bytes; give at least one token, {TOKEN_BYTES} bytes each"
