@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from cachestore import endpoint, logs, serve, settings, shm
+from cachestore.config import StoreConfig
 from cachestore.flags import Parser, add_version, cachestore_socket
 from cachestore.server import ServerConfig, run
 
@@ -30,7 +31,7 @@ def _config(flags: argparse.Namespace) -> ServerConfig:
     """Raises ValueError when a flag or an environment variable cannot be used."""
     path = cachestore_socket(flags.socket)
     shm.way_chosen()  # better refused now than at the first slab
-    store = serve.store_config(flags)
+    store = StoreConfig(budget_bytes=flags.budget, checkpoints_max=flags.checkpoints_max)
     return ServerConfig(path, store, flags.idle_exit, bool(flags.reflection), flags.metrics)
 
 

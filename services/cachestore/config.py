@@ -30,7 +30,7 @@ LOG_BYTES_MAX, LOG_FILES_BEFORE = 8 * MIB, 4
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
-    """Raises ValueError, naming the flag, for a budget or a number that is too small."""
+    """Limits of one store. Flags refuse what no store can have."""
 
     budget_bytes: int
     # Of one sequence of a conversation, again of its other branches, and of what it shares with
@@ -60,12 +60,9 @@ class StoreConfig:
         if self.slab_bytes_override is not None:
             assert 0 < self.slab_bytes_override <= self.budget_bytes
             assert self.slab_bytes_override % EXTENT_UNIT_BYTES == 0
-        elif self.budget_bytes < BUDGET_BYTES_MIN:
-            raise ValueError(f"--budget is {self.budget_bytes} bytes; give at least 16MiB")
-        if self.checkpoints_max < CHECKPOINTS_MAX_MIN:
-            raise ValueError(
-                f"--checkpoints-max is {self.checkpoints_max}; give at least {CHECKPOINTS_MAX_MIN}"
-            )
+        else:
+            assert self.budget_bytes >= BUDGET_BYTES_MIN
+        assert self.checkpoints_max >= CHECKPOINTS_MAX_MIN
 
     @property
     def slab_bytes(self) -> int:

@@ -1,13 +1,13 @@
-"""Flags of `cachestore serve`, and what they come to. An engine that starts a store asks here what
-the user's settings say of it."""
+"""Flags of `cachestore serve`. An engine that starts a store asks here what the user's settings say
+of it."""
 
 import argparse
 from pathlib import Path
 
 from cachestore import logs, settings
 from cachestore.budget import default_budget_bytes, physical_memory_bytes
-from cachestore.config import BUDGET_BYTES_MIN, CHECKPOINTS_MAX, CHECKPOINTS_MAX_MIN, StoreConfig
-from cachestore.flags import add_metrics, add_reflection, seconds, store_budget
+from cachestore.config import BUDGET_BYTES_MIN, CHECKPOINTS_MAX, CHECKPOINTS_MAX_MIN
+from cachestore.flags import add_metrics, add_reflection, seconds, store_budget, whole
 
 TABLE = "cachestore"
 
@@ -29,7 +29,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--checkpoints-max",
-        type=int,
+        type=whole(CHECKPOINTS_MAX_MIN),
         metavar="N",
         default=CHECKPOINTS_MAX,
         help="checkpoints to keep of one conversation, and again of its idle branches, for models "
@@ -44,11 +44,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_metrics(parser)
     add_reflection(parser)
     logs.add_flags(parser)
-
-
-def store_config(flags: argparse.Namespace) -> StoreConfig:
-    """Raises ValueError, naming the flag."""
-    return StoreConfig(budget_bytes=flags.budget, checkpoints_max=flags.checkpoints_max)
 
 
 def settings_without_flags(file: Path | None) -> argparse.Namespace:

@@ -142,9 +142,8 @@ def _with_store(settings: EngineConfig, file: Path | None) -> EngineConfig:
     Raises ConfigError: a store that is asked to start later could only be a warning."""
     said = store.settings_without_flags(file)
     try:
-        store.store_config(said)
         socket = None if said.socket is None else cachestore_socket(said.socket)
-    except ValueError as error:
+    except endpoint.EndpointError as error:
         raise ConfigError(said.origins.told(error)) from None
     idle_exit = settings.idle_exit_seconds or said.idle_exit
     return replace(

@@ -64,7 +64,7 @@ def test_a_contradiction_names_where_its_parts_were_set(
     ("store", "said"),
     [
         ({"bugdet": "64MiB"}, "[cachestore] bugdet: no such key; did you mean budget?"),
-        ({"checkpoints-max": 1}, "[cachestore] checkpoints-max is 1; give at least 2"),
+        ({"checkpoints-max": 1}, "[cachestore] checkpoints-max: 1 is not between 2 and"),
         ({"socket": "/tmp/" + 100 * "x"}, "[cachestore] socket: the socket path has 108 bytes"),
     ],
 )
@@ -110,7 +110,8 @@ def test_the_command_line_denies_a_boolean_of_the_file(tmp_path: Path) -> None:
 def test_a_store_names_what_it_cannot_use(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = write(tmp_path / "c.toml", cachestore={"checkpoints-max": 1})
+    file = write(tmp_path / "c.toml", cachestore={"socket": "/tmp/" + 100 * "x"})
     assert store_cli.main(["serve", "--config", str(file)]) == 2
     said = capsys.readouterr().err
-    assert said == f"error: {file}: [cachestore] checkpoints-max is 1; give at least 2\n"
+    assert said.startswith(f"error: {file}: [cachestore] socket: the socket path has 108 bytes")
+    assert said.count("\n") == 1
