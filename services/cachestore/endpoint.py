@@ -31,6 +31,12 @@ CHANNEL_OPTIONS = (
     # http_proxy would have a say even for a loopback address.
     ("grpc.enable_http_proxy", 0),
 )
+# Of both daemons: clients may keep a channel alive by pings, also while it is idle.
+SERVER_OPTIONS = (
+    # The similar name with "recv" in it does nothing.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
 
 
 class EndpointError(ValueError):

@@ -32,9 +32,7 @@ _SERVICE = cachestore_pb2.DESCRIPTOR.services_by_name["Cachestore"].full_name
 _OPTIONS = (
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    # The similar name with "recv" in it does nothing.
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
+    *endpoint.SERVER_OPTIONS,
 )
 
 _log = logging.getLogger(__name__)

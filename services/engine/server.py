@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 
-from cachestore import exporter
+from cachestore import endpoint, exporter
 from cachestore.health import Health, reflect
 from cachestore.notify import Notifier
 from engine import binding, config, signals
@@ -42,8 +42,7 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", config.MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", config.MESSAGE_BYTES_MAX),
     ("grpc.so_reuseport", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
+    *endpoint.SERVER_OPTIONS,
 )
 
 
