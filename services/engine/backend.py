@@ -130,7 +130,7 @@ def apply_memory_limits(limits: MemoryLimits) -> None:
 def installed_wheel() -> str:
     """The backend of MLX on Linux. Raises BackendError unless it is exactly one, and whole; the
     message says what is wrong, a colon, and what to do."""
-    found = [wheel for wheel in WHEELS.values() if _version(wheel)]
+    found = [wheel for wheel in WHEELS.values() if version(wheel)]
     if not found:
         raise BackendError(
             "MLX has no backend: pip install 'mlx-cachestore[cpu]' (or cuda12, cuda13)"
@@ -141,16 +141,16 @@ def installed_wheel() -> str:
             f"pip uninstall -y {' '.join(found)}, then pip install one of them alone"
         )
     wheel = found[0]
-    if _version(wheel) != _version("mlx"):
+    if version(wheel) != version("mlx"):
         raise BackendError(
-            f"mlx {_version('mlx')} does not fit {wheel} {_version(wheel)}: "
-            f"pip install {wheel}=={_version('mlx')}"
+            f"mlx {version('mlx')} does not fit {wheel} {version(wheel)}: "
+            f"pip install {wheel}=={version('mlx')}"
         )
     # Gone when another backend, installed over this one, was uninstalled again.
     if not Path(str(metadata.distribution(wheel).locate_file("mlx/lib/libmlx.so"))).is_file():
         raise BackendError(
             f"{wheel} has lost its library: "
-            f"pip install --force-reinstall --no-deps {wheel}=={_version(wheel)}"
+            f"pip install --force-reinstall --no-deps {wheel}=={version(wheel)}"
         )
     return wheel
 
@@ -164,7 +164,8 @@ def has_driver() -> bool:
     return True
 
 
-def _version(distribution: str) -> str | None:
+def version(distribution: str) -> str | None:
+    """Of an installed distribution; None when it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

@@ -182,7 +182,7 @@ def _wheels() -> Wheels:
 def _metal_problem() -> str:
     if platform.machine() != "arm64":
         return "this Python is for Intel, and MLX for Apple Silicon: install an arm64 Python"
-    found, wanted = _version("mlx-metal"), _version("mlx")
+    found, wanted = backend.version("mlx-metal"), backend.version("mlx")
     if found != wanted:
         return f"mlx {wanted} does not fit mlx-metal {found}: pip install mlx-metal=={wanted}"
     return ""
@@ -193,14 +193,7 @@ def _pins() -> Iterator[Pin]:
         match = _PIN.fullmatch(requirement)
         # Those with a marker are of extras: backends, and tools of developers.
         if match is not None and match[3] is None:
-            yield Pin(match[1], match[2], _version(match[1]))
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
+            yield Pin(match[1], match[2], backend.version(match[1]))
 
 
 def _hub_folder() -> Path:
