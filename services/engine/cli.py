@@ -39,33 +39,33 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_flags(serving)
     generating = commands.add_parser("generate", help="ask a running engine, or start one")
     generate.add_flags(generating)
-    _add_log_level(generating, "warning")
+    _add_log_level(generating)
     chatting = commands.add_parser("chat", help="talk with a running engine, or start one")
     chat.add_flags(chatting)
-    _add_log_level(chatting, "warning")
+    _add_log_level(chatting)
     warming = commands.add_parser("warm", help="compute a document, and keep it in the cachestore")
     warm.add_flags(warming)
-    _add_log_level(warming, "warning")
+    _add_log_level(warming)
     _add_demo(commands.add_parser("demo", help="show what the cache does, on a real model"))
     doctor.add_flags(commands.add_parser("doctor", help="say what is wrong with this set-up"))
     benching = commands.add_parser("bench-kv", help="bytes, error and time of each codec")
     bench_kv.add_flags(benching)
-    _add_log_level(benching, "warning")
+    _add_log_level(benching)
     judging = commands.add_parser("quality", help="what each codec does to a model's predictions")
     quality.add_flags(judging)
-    _add_log_level(judging, "warning")
+    _add_log_level(judging)
     return parser
 
 
-def _add_log_level(parser: argparse.ArgumentParser, default: str) -> None:
-    parser.add_argument("--log-level", choices=logs.LEVELS, default=default)
+def _add_log_level(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--log-level", choices=logs.LEVELS, default="warning")
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=config.MODEL_DEFAULT)
     kvflags.add_flags(parser)
     parser.add_argument("--json", action="store_true", help="a list of objects instead of a table")
-    _add_log_level(parser, "warning")
+    _add_log_level(parser)
     parser.set_defaults(run=_demo)
 
 

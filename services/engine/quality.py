@@ -123,9 +123,9 @@ def run(flags: argparse.Namespace) -> int:
     except NotCacheable as error:
         raise ConfigError(f"--model {flags.model}: cannot be measured: {error}") from None
     policies = _store_policies(flags, plans_of(flags.codec, layout, report.CODEC_FLAG))
-    policies += _live_policies(flags, loaded, device.name)
-    windows = _windows(flags, loaded, text)
     step = PREFILL_STEPS[device.name].idle
+    policies += _live_policies(flags, loaded, device.name, step)
+    windows = _windows(flags, loaded, text)
     with report.progress("scoring", len(windows)) as advance:
         scores = scoring.score(live, layout, windows, policies, step, advance)
     report.publish(flags, _title(flags.model, scores[0]), COLUMNS, scores, draw)
@@ -153,9 +153,10 @@ def _store_policies(flags: argparse.Namespace, plans: "Mapping[str, CodecPlan]")
 
 
 def _live_policies(
-    flags: argparse.Namespace, loaded: "LoadedModel", device: backend.Name
+    flags: argparse.Namespace, loaded: "LoadedModel", device: backend.Name, step: int
 ) -> "list[Policy]":
-    """Raises ConfigError when bits were asked for that this model cannot have."""
+    """`step`: prompt tokens of one forward. Raises ConfigError when bits were asked for that this
+    model cannot have."""
     from engine import scoring  # noqa: PLC0415
     from engine.kv import start  # noqa: PLC0415
     from engine.kv.attention_check import AttentionCheckFailed  # noqa: PLC0415
@@ -177,7 +178,6 @@ def _live_policies(
                 raise
             continue
         name = f"kv-bits {bits[0]},{bits[1]}" + rotate * " rotated"
-        step = PREFILL_STEPS[device].idle
         policies.append(scoring.LivePolicy(name, caches, probe(caches), step))
     return policies
 

@@ -20,6 +20,7 @@ from engine.v1 import engine_pb2_grpc
 # -P: what lies in the working directory is data, as for an installed command.
 _PROGRAM = (sys.executable, "-P", "-m", "engine")
 _POLL_SECONDS = 0.05
+_ANSWER_SECONDS = 5.0
 _OPTIONS = (
     ("grpc.max_send_message_length", config.MESSAGE_BYTES_MAX),
     ("grpc.max_receive_message_length", config.MESSAGE_BYTES_MAX),
@@ -45,11 +46,11 @@ def connect(listen: config.Listen) -> Iterator[engine_pb2_grpc.EngineStub]:
         yield engine_pb2_grpc.EngineStub(opened)
 
 
-def model_of(listen: config.Listen, timeout_seconds: float = 5.0) -> pb.GetModelResponse | None:
+def model_of(listen: config.Listen) -> pb.GetModelResponse | None:
     """What the engine at this address serves; None when none answers."""
     with connect(listen) as stub:
         try:
-            return stub.GetModel(pb.GetModelRequest(), timeout=timeout_seconds)
+            return stub.GetModel(pb.GetModelRequest(), timeout=_ANSWER_SECONDS)
         except grpc.RpcError:
             return None
 
