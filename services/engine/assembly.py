@@ -54,7 +54,7 @@ class Engine:
         """Load the model, then reach the cachestore: one that is not used must not be started.
 
         Raises what loading raised: BackendError, ConfigError, ModelError, CodecError,
-        SelfCheckFailed.
+        SelfCheckFailed, AttentionCheckFailed.
         """
         self.worker.start()
         self.worker.ready.result()
@@ -147,7 +147,7 @@ class Engine:
             self.settings.refuse_cache_flags(reason)
             self.settings.refuse_checkpoint_flags(reason)
             log.warning("not cached: %s", error)
-            return Prefix(self.worker.post, self.link, not_cached_reason=str(error))
+            return Prefix(self.worker.post, not_cached_reason=str(error))
         if not layout.checkpointed:
             self.settings.refuse_checkpoint_flags("this model's caches can be cut at any token")
         policy = CodecPolicy.of(

@@ -80,8 +80,8 @@ class _Write:
 
 
 class Prefix:
-    """Made on the worker thread once the model's layout is known; without `link` or `policy`
-    every lookup is unanswered and nothing is written."""
+    """Made on the worker thread once the model's layout is known. Without `link` and `policy`,
+    which go together, every lookup is unanswered and nothing is written."""
 
     def __init__(
         self,
@@ -93,7 +93,8 @@ class Prefix:
         checkpoint_stride: int = config.CHECKPOINT_STRIDE_DEFAULT,
     ) -> None:
         self._post = post
-        self._link = link if policy is not None else None
+        assert (link is None) == (policy is None)
+        self._link = link
         self._policy = policy
         self._label = label
         self._not_cached_reason = not_cached_reason
@@ -156,7 +157,7 @@ class Prefix:
         return self._policy is not None and self.layout.checkpointed
 
     def planned(self, request: Request) -> tuple[int, ...]:
-        """Where the request is to take checkpoints, as far as they are not cached already."""
+        """Where the request takes checkpoints, unless it is cached beyond."""
         if not self.checkpointed:
             return ()
         return checkpoints.planned(
