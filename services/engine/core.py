@@ -157,9 +157,7 @@ class Core:
     def cancel(self, request_id: int) -> None:
         """Free the row. What it has computed is stored, so that asking again is a hit."""
         row = self._rows.get(request_id)
-        if row is None:
-            return
-        if row.is_over:
+        if row is None or row.is_over:
             return
         self.counters.cancelled += 1
         if row.uid is not None:

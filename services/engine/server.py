@@ -26,15 +26,13 @@ from engine.account import Accounts
 from engine.assembly import Engine
 from engine.config import EngineConfig
 from engine.metrics import EngineMetrics, Served
-from engine.request import Failed
 from engine.service import EngineService
 from engine.v1 import engine_pb2, engine_pb2_grpc
-from engine.worker import Worker, WorkerOver
+from engine.worker import STOPPING, Worker, WorkerOver
 
 log = logging.getLogger(__name__)
 
 SERVICE = engine_pb2.DESCRIPTOR.services_by_name["Engine"].full_name
-STOPPING = Failed(grpc.StatusCode.UNAVAILABLE, "the engine is stopping")
 _POLL_SECONDS = 0.02
 _WATCH_SECONDS = 0.25
 _GRACE_SECONDS = 1.0

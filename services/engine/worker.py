@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 
 Message = Callable[[Core], None]
 
+# What requests are told that a stop ends.
+STOPPING = Failed(grpc.StatusCode.UNAVAILABLE, "the engine is stopping")
+
 # A row whose cached rows are being copied joins after the step that follows the copy. So the step
 # waits for copies, at most this share of the time that the one before it took.
 COPY_WAIT_SHARE = 1 / 8
@@ -182,7 +185,7 @@ class Worker:
 
     def _end(self, core: Core | None, failure: BaseException | None) -> None:
         if failure is None:
-            over = Failed(grpc.StatusCode.UNAVAILABLE, "the engine is stopping")
+            over = STOPPING
         else:
             if core is not None:
                 log.error("the MLX worker died", exc_info=failure)
