@@ -20,10 +20,10 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
-from cachestore import settings, variables
+from cachestore import endpoint, settings, variables
 from cachestore.client import Client, StoreUnavailable
 from engine import kvflags
-from engine.ask import ask
+from engine.ask import ask, said_why
 from engine.config import Listen
 from engine.remote import EngineAway, EngineProcess
 from engine.v1 import engine_pb2 as pb
@@ -76,8 +76,7 @@ def run(flags: argparse.Namespace) -> int:
         _show_log(directory / "engine.log")
         return 1
     except grpc.RpcError as error:
-        print(f"error: {error.code().name}: {error.details()}", file=sys.stderr)
-        return 1
+        return said_why(error)
     finally:
         _end_cachestore(directory)
         shutil.rmtree(directory, ignore_errors=True)
@@ -157,7 +156,7 @@ def _end_cachestore(directory: Path) -> None:
     except StoreUnavailable:
         return
     os.kill(pid, signal.SIGTERM)
-    lock = _socket(directory).with_name("cachestore.sock.lock")
+    lock = endpoint.lock_path(_socket(directory))
     deadline = time.monotonic() + STOP_SECONDS
     while lock.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
