@@ -17,7 +17,7 @@ from engine.kv import live, routing
 from engine.kv.attention import STRATEGIES, PackedDecode, PackedMatmul
 from engine.kv.history import Precision
 from engine.kv.live import LiveCaches
-from engine.kv.rotating import Window
+from engine.kv.rotating import WindowHistory
 from engine.kvconfig import WINDOW_KEEP, KvConfig
 from tests.support.models import (
     deepseek_config,
@@ -191,17 +191,17 @@ class Shadows:
             [RotatingKVCache(max_size, WINDOW_KEEP) for _ in range(3)]  # type: ignore[no-untyped-call]
             for _ in range(layers)
         ]
-        update = Window.update_and_fetch
+        update = WindowHistory.update_and_fetch
         turn = itertools.cycle(self.layers)
 
-        def both(window: Window, keys: mx.array, values: mx.array) -> Any:
+        def both(window: WindowHistory, keys: mx.array, values: mx.array) -> Any:
             # The layers of a model come one after the other, those of the batch alone.
             if len(keys) == 3:
                 for index, cache in enumerate(next(turn)):
                     cache.update_and_fetch(keys[index : index + 1], values[index : index + 1])
             return update(window, keys, values)
 
-        patch.setattr(Window, "update_and_fetch", both)
+        patch.setattr(WindowHistory, "update_and_fetch", both)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from engine.kv.columns import Columns
 from engine.kv.history import BatchHistory, History, Precision, handed, same
 
 
-class Window(History):
+class WindowHistory(History):
     """`_ends` counts all rows that a sequence ever had, of which the window holds the latest."""
 
     max_size: int
@@ -169,7 +169,7 @@ class Window(History):
         return self.precision.decode(self.precision.split(arrays))
 
 
-class WindowKVCache(Window):
+class WindowKVCache(WindowHistory):
     """Of one request."""
 
     def __init__(self, precision: Precision, max_size: int, keep: int = 0) -> None:
@@ -210,7 +210,7 @@ class WindowKVCache(Window):
         return BatchWindowKVCache.merge(caches)
 
 
-class BatchWindowKVCache(Window, BatchHistory):
+class BatchWindowKVCache(WindowHistory, BatchHistory):
     """Of the requests in a batch. Rows are never decoded and encoded again."""
 
     def __init__(
