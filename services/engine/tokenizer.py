@@ -88,7 +88,7 @@ class PromptEncoder:
     ) -> int:
         """How many tokens these messages begin with as well, 0 when the template refuses them."""
         try:
-            return common(self._render(messages, generation_prompt), tokens)
+            return shared_tokens(self._render(messages, generation_prompt), tokens)
         except Exception:
             return 0
 
@@ -113,8 +113,8 @@ class PromptEncoder:
         return list(ids)
 
 
-def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that both begin with."""
+def shared_tokens(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
     shorter = min(len(one), len(other))
     unequal = np.flatnonzero(np.asarray(one[:shorter]) != np.asarray(other[:shorter]))
     return int(unequal[0]) if unequal.size else shorter
@@ -159,44 +159,3 @@ class Detokenizer:
     def _decode(self, tokens: list[int]) -> str:
         # Cleaning up spaces would change text that was already shown.
         return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
-
-
-class StopStrings:
-    """Finds the stop string that is complete first; of several that end together, the longest.
-
-    The result does not depend on how the text is cut: all that could be the beginning of a stop is
-    held back. After a match the rest of the text is dropped.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        assert all(stops), "an empty stop string matches everywhere"
-        self._stops = tuple(stops)
-        self._held = ""
-        self.matched: str | None = None
-
-    def push(self, text: str) -> str:
-        """Text that is safe to show."""
-        assert self.matched is None, "the text ended at a stop string"
-        text = self._held + text
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            _, at, self.matched = min(found)
-            self._held = ""
-            return text[:at]
-        safe = len(text) - self._begun(text)
-        self._held = text[safe:]
-        return text[:safe]
-
-    def flush(self) -> str:
-        """What was held back, once no more text comes."""
-        held, self._held = self._held, ""
-        return held
-
-    def _begun(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
-        longest = min(len(text), max((len(stop) for stop in self._stops), default=1) - 1)
-        for length in range(longest, 0, -1):
-            end = text[-length:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return length
-        return 0

@@ -11,7 +11,7 @@ from cachestore.budget import size_text
 from engine.ask import add_engine_flags, answering, said_why
 from engine.flags import ConfigError, text_of
 from engine.remote import EngineAway
-from engine.tokenizer import common
+from engine.tokenizer import shared_tokens
 from engine.v1 import engine_pb2 as pb
 from engine.v1 import engine_pb2_grpc
 
@@ -92,9 +92,9 @@ def _await_store(stub: engine_pb2_grpc.EngineStub) -> None:
 def beginning(stub: engine_pb2_grpc.EngineStub, text: str) -> list[int]:
     """Tokens that all chats with this system message begin with. Raises ConfigError."""
     chats = [_tokens(stub, text, user) for user in "01"]
-    shared = chats[0][: common(*chats)]
+    shared = chats[0][: shared_tokens(*chats)]
     other = _tokens(stub, "1" if text.startswith("0") else "0", "0")
-    if common(shared, other) == len(shared):
+    if shared_tokens(shared, other) == len(shared):
         raise ConfigError(
             "--as system: the model's chat template puts no system message at the beginning; "
             "use --as raw"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from mlx_lm import utils
 from tokenizers import Tokenizer, processors
 
-from engine.tokenizer import Detokenizer, PromptEncoder, StopStrings
+from engine.tokenizer import Detokenizer, PromptEncoder
 from tests.support.models import (
     SPECIAL_TOKENS,
     VOCABULARY_TOKENS,
@@ -131,52 +131,3 @@ def test_an_unfinished_character_comes_with_the_flush(tokenizer: Any) -> None:
 
 def test_the_space_that_begins_a_reply_is_kept(tokenizer: Any) -> None:
     assert pieces(tokenizer, tokenizer.encode(" a", add_special_tokens=False)) == [" ", "a", ""]
-
-
-def shown(stops: list[str], deltas: list[str]) -> tuple[str, str | None]:
-    finder = StopStrings(stops)
-    text = ""
-    for delta in deltas:
-        text += finder.push(delta)
-        if finder.matched is not None:
-            return text, finder.matched
-    return text + finder.flush(), None
-
-
-def expected(stops: list[str], text: str) -> tuple[str, str | None]:
-    found = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in stops if stop in text]
-    return (text[: min(found)[1]], min(found)[2]) if found else (text, None)
-
-
-# Few letters, so that stops overlap themselves, each other and the cuts.
-LETTERS = st.text(alphabet="ab", max_size=6)
-
-
-@given(
-    stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3),
-    deltas=st.lists(LETTERS, max_size=8),
-)
-def test_stop_strings_agree_with_a_search_of_the_whole_text(
-    stops: list[str], deltas: list[str]
-) -> None:
-    assert shown(stops, deltas) == expected(stops, "".join(deltas))
-    assert shown(stops, list("".join(deltas))) == shown(stops, deltas)
-
-
-@given(stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1), deltas=st.lists(LETTERS))
-def test_only_what_may_become_a_stop_is_held_back(stops: list[str], deltas: list[str]) -> None:
-    finder = StopStrings(stops)
-    given_text, shown_text = "", ""
-    for delta in deltas:
-        given_text += delta
-        shown_text += finder.push(delta)
-        if finder.matched is not None:
-            return
-        held = given_text[len(shown_text) :]
-        assert not held or any(stop.startswith(held) for stop in stops)
-
-
-def test_without_stop_strings_nothing_is_held_back() -> None:
-    finder = StopStrings([])
-    assert finder.push("text") == "text"
-    assert finder.flush() == ""
