@@ -20,8 +20,8 @@ class Entry:
     or a checkpoint at position `checkpoint`, which is 0 for rows.
 
     `parent_id` is the record whose rows come before, 0 for none; for a checkpoint the one that it
-    lies on. `claims` are what keeps it from
-    being evicted now: leases, reservations, pins, also of records behind it.
+    lies on. `claims` are what keeps it from being evicted now: leases, reservations, pins, also of
+    records behind it.
     """
 
     namespace: bytes

@@ -1,4 +1,4 @@
-"""The calls of cachestore-admin."""
+"""Calls about single records: those of cachestore-admin, and an engine's that pins a prompt."""
 
 import asyncio
 from abc import ABC

@@ -34,8 +34,7 @@ def spawn(
 
     Losing the race against another starter counts as success. Output is appended to `log_path`,
     which is emptied first when it has grown long. `config` is its file of settings; its variables
-    are the starter's. Raises LaunchError, also once `cancelled` is
-    set.
+    are the starter's. Raises LaunchError, also once `cancelled` is set.
     """
     # -P and the root directory: the daemon must not import what lies in the starter's directory.
     command = [sys.executable, "-P", "-m", "cachestore", "serve"]

@@ -118,8 +118,7 @@ def memory_limits(backend: Backend, wired_bytes: int = 0) -> MemoryLimits:
 
 
 def apply_memory_limits(limits: MemoryLimits) -> None:
-    """On the MLX thread, again after each construction of BatchGenerator, which raises the wired
-    limit unasked."""
+    """On the MLX thread. Each BatchGenerator raises the wired limit unasked: see Batch."""
     import mlx.core as mx  # noqa: PLC0415
 
     if limits.cache_bytes is not None:

@@ -1,4 +1,4 @@
-"""Settings of the engine, and every limit it enforces. Flags are made from this in cli.py."""
+"""Settings of the engine, and every limit it enforces. Its flags are in serve.py and kvflags.py."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

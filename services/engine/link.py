@@ -30,7 +30,8 @@ START_SECONDS = 10.0
 
 
 class StoreLink:
-    """Hands out the current client. Thread-safe; nothing here blocks but `start` and `close`."""
+    """Hands out the current client. Thread-safe; nothing here blocks but `start`, `drop` and
+    `close`."""
 
     def __init__(self, socket_path: Path, spawn: Callable[[threading.Event], None] | None) -> None:
         """`spawn` starts the daemon when nobody listens, and gives up when its event is set; None
@@ -87,7 +88,7 @@ class StoreLink:
             self._leases[lease_id] = client
 
     def drop(self, lease_id: int) -> None:
-        """Release a lease. Failures are ignored: it lapses by itself."""
+        """Release a lease, in a call to the daemon. Failures are ignored: it lapses by itself."""
         with self._lock:
             client = self._leases.pop(lease_id, None)
         if client is None or not client.alive:
