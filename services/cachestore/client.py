@@ -134,10 +134,6 @@ class Client:
         return not self._in_doubt and self._session.alive
 
     @property
-    def daemon_pid(self) -> int:
-        return self._session.pid
-
-    @property
     def slab_bytes_mapped(self) -> int:
         return self._slabs.bytes_mapped
 

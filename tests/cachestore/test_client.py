@@ -241,7 +241,7 @@ def test_spawn_starts_a_daemon_that_outlives_us_once(directory: Path) -> None:
     with ThreadPoolExecutor(3) as starters:
         list(starters.map(lambda _: spawn(path, "16MiB", 600, log), range(3)))
     with Client.connect(path, role="admin") as client:
-        pid = client.daemon_pid
+        pid = client.stats().pid
         try:
             assert client.stats().bytes_budget == 16 << 20
             assert os.getsid(pid) == pid
