@@ -201,7 +201,10 @@ def _namespace(namespaces: Sequence[pb.NamespaceStats], prefix: str) -> bytes:
     """The one that begins with these hexadecimal digits."""
     found = [n.namespace for n in namespaces if n.namespace.hex().startswith(prefix.lower())]
     if len(found) != 1:
-        raise _Wrong(f"--namespace: {len(found)} namespaces begin with {prefix!r}")
+        raise _Wrong(
+            f"--namespace: {len(found)} namespaces begin with {prefix!r}; give the first digits of "
+            "one that cachestore-admin namespaces shows"
+        )
     return found[0]
 
 

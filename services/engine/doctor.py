@@ -19,7 +19,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cachestore import endpoint, settings
+from cachestore import endpoint, settings, variables
 from cachestore.budget import size_text
 from cachestore.doctor import places
 from cachestore.doctor.finding import EngineReport, Finding, RunningEngine, settings_of
@@ -247,7 +247,7 @@ def _pinned(facts: Facts) -> Iterator[Finding]:
 
 def _models(facts: Facts) -> Iterator[Finding]:
     for folder in facts.folders:
-        name = "MLX_CACHESTORE_CACHE_DIR" if folder is facts.folders[0] else "HF_HOME"
+        name = variables.CACHE_DIR if folder is facts.folders[0] else "HF_HOME"
         if folder.why_not:
             yield Finding(
                 "model-cache",

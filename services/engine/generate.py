@@ -32,9 +32,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(flags: argparse.Namespace) -> int:
     """Ask and print; the exit code. Raises ConfigError and EndpointError."""
     if flags.logprobs is not None and not flags.json:
-        raise ConfigError("--logprobs: only the object of --json has a place for them")
+        raise ConfigError("--logprobs: only the object of --json has a place for them; add --json")
     if flags.system and flags.raw:
-        raise ConfigError("--system: a text to continue (--raw) has no messages")
+        raise ConfigError(
+            "--raw: a text to continue has no system message; leave it out, or --system"
+        )
     request = request_of(flags, _prompt(flags))
     if flags.logprobs is not None:
         request.logprobs = flags.logprobs

@@ -75,8 +75,9 @@ def test_a_namespace_is_named_by_its_first_digits(stored: Cachestore) -> None:
     assert [entry["record_id"] for entry in objects(stored, "ls", "--namespace", "0000")] == [4]
     for prefix, number in (("00", 2), ("ff", 0)):
         wrong = admin(stored.socket, "evict", "--namespace", prefix)
-        complaint = f"error: --namespace: {number} namespaces begin with '{prefix}'\n"
-        assert (wrong.returncode, wrong.stderr) == (1, complaint)
+        complaint = f"error: --namespace: {number} namespaces begin with '{prefix}'; give the first"
+        assert wrong.returncode == 1
+        assert wrong.stderr.startswith(complaint)
     assert said(stored, "evict", "--namespace", "0001").startswith("3 records, ")
     assert stored.stats().tokens == 1
 

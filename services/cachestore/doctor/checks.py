@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+from cachestore import variables
 from cachestore.budget import size_text
 from cachestore.config import StoreConfig
 from cachestore.deploy.service import CACHESTORE, ENGINE
@@ -141,14 +142,14 @@ def shared_memory(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "shared-memory",
             f"no cachestore starts: {machine.shm_problem}",
-            "unset MLX_CACHESTORE_SHM: the default is right everywhere",
+            f"unset {variables.SHM}: the default is right everywhere",
         )
     if machine.shm_bytes is not None and machine.shm_bytes < facts.budget_bytes:
         yield Finding(
             "shared-memory",
             f"/dev/shm holds {size_text(machine.shm_bytes)}, and the cachestore may hold "
             f"{size_text(facts.budget_bytes)} in it",
-            "unset MLX_CACHESTORE_SHM, or enlarge it: mount -o remount,size=BYTES /dev/shm",
+            f"unset {variables.SHM}, or enlarge it: mount -o remount,size=BYTES /dev/shm",
         )
 
 
@@ -178,8 +179,7 @@ def strangers(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "other-cachestore",
             f"the engine (process {engine.pid}) uses another cachestore than the one at {here}",
-            "give both the same MLX_CACHESTORE_RUNTIME_DIR, or the engine --cachestore "
-            f"unix:{here}",
+            f"give both the same {variables.RUNTIME_DIR}, or the engine --cachestore unix:{here}",
         )
 
 

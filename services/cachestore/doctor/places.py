@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cachestore import endpoint
+from cachestore import endpoint, variables
 from cachestore.doctor.finding import Finding
 
 
@@ -85,10 +85,10 @@ def _directory(place: Place, uid: int, *, private: bool) -> Iterator[Finding]:
     if place.kind is None:
         return  # a daemon makes it
     if place.kind != "directory":
-        problem, advice = "is no directory", "move it away, or set MLX_CACHESTORE_RUNTIME_DIR"
+        problem, advice = "is no directory", f"move it away, or set {variables.RUNTIME_DIR}"
     elif place.uid not in ((uid,) if private else (uid, 0)):
         problem = f"belongs to user {place.uid}, not to {uid}"
-        advice = f"chown {uid} {place.path}, or set MLX_CACHESTORE_RUNTIME_DIR"
+        advice = f"chown {uid} {place.path}, or set {variables.RUNTIME_DIR}"
     elif private and place.mode & 0o077:
         problem = f"is open to others (mode {place.mode:o}): no daemon starts in it"
         advice = f"chmod 700 {place.path}"
@@ -106,7 +106,7 @@ def _socket(place: Place, uid: int) -> Iterator[Finding]:
         yield Finding(
             "socket-path",
             f"{place.path} has {length} bytes, at most {endpoint.SOCKET_BYTES_MAX} are possible",
-            "set MLX_CACHESTORE_RUNTIME_DIR to a shorter path, for both daemons",
+            f"set {variables.RUNTIME_DIR} to a shorter path, for both daemons",
         )
     if place.kind is None:
         return
