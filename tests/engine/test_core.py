@@ -1,5 +1,6 @@
 """The way of each request, driven by hand: every answer of the store comes when a test says so."""
 
+import inspect
 from typing import Any
 
 import mlx.core as mx
@@ -9,9 +10,20 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from cachestore.client import MatchKind
 from engine.batch import BatchMode
+from engine.prefix import Prefix
 from engine.request import FinishReason
 from engine.rows import Occupancy
-from tests.support.cores import LONG, SHORT, Driven, alone
+from tests.support.cores import LONG, SHORT, Driven, FakePrefix, alone
+
+
+def test_the_prefix_of_these_tests_is_called_as_the_real_one() -> None:
+    calls = inspect.getmembers(FakePrefix, inspect.isfunction)
+    faked = {name: call for name, call in calls if not name.startswith("_")}
+    assert faked.keys() > {"look_up", "copy", "pack", "write", "release"}
+    for name, call in faked.items():
+        real = inspect.signature(getattr(Prefix, name))
+        assert list(inspect.signature(call).parameters) == list(real.parameters), name
+
 
 # --- the way of one request --------------------------------------------------------------
 

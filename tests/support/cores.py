@@ -250,7 +250,7 @@ class Driven:
         self.copied()
 
     def miss(self) -> Found:
-        lease = Lease(next(self.lease_ids), MatchKind.MISS, 0, (), None, 30.0)
+        lease = Lease(next(self.lease_ids), MatchKind.MISS, 0, (), 30.0)
         self.made.append(Found(cast(Any, None), lease, None))
         return self.made[-1]
 
@@ -263,7 +263,7 @@ class Driven:
             return made
 
         parts = [FakeBlock() for _ in range(blocks - 1)] + [FakeBlock(broken)]
-        lease = Lease(next(self.lease_ids), MatchKind.PREFIX, rows, (), None, 30.0)
+        lease = Lease(next(self.lease_ids), MatchKind.PREFIX, rows, (), 30.0)
         found = Found(cast(Any, None), lease, cast(Any, FakeAttachment(parts, caches)))
         self.made.append(found)
         return found
