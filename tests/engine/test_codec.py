@@ -89,11 +89,6 @@ def test_the_first_rows_are_kept(rows: range, expected: list[tuple[str, range]])
     assert runs(policy, 255, range(0, 255)) == [("none", range(0, 255))]
 
 
-def test_only_turboquant_keeps_rows() -> None:
-    with pytest.raises(CodecError, match=r"--turbo-keep-first: q8 .* --cache-codec turbo1"):
-        CodecPolicy.of(layout((1, 64, 64)), "q8", keep_first=4)
-
-
 def test_keys_and_values_may_have_bits_of_their_own() -> None:
     plan = plan_codec("k8v4", layout((1, 64, 32)))
     assert [part.encoding for part in plan.parts] == [Affine(8, 64), Affine(4, 32)]

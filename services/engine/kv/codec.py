@@ -22,7 +22,6 @@ from engine.kv.turboquant import TURBO_BITS, TurboQuant
 
 FLAG: Final = "--cache-codec"
 ROTATE_FLAG: Final = "--kv-rotate"
-KEEP_FIRST_FLAG: Final = "--turbo-keep-first"
 
 
 class CodecError(ValueError):
@@ -132,11 +131,9 @@ def plan_codec(
 ) -> CodecPlan:
     """Applies codec `name` to a layout, with its affine parts rotated or not.
 
-    CodecError when there is no such codec, when it was asked for (`explicit`) and fits no layer,
-    and when there is nothing to rotate or an affine part cannot be.
+    CodecError when it was asked for (`explicit`) and fits no layer, and when there is nothing to
+    rotate or an affine part cannot be.
     """
-    if name not in CODECS:
-        raise CodecError(f"{FLAG} {name}: no such codec; use one of {', '.join(CODECS)}")
     wanted = CODECS[name]
     planned = [
         PlannedPart(group, shape, _choose(wanted.get(shape.name), shape))
@@ -194,10 +191,8 @@ class CodecPolicy:
         rotate: bool = False,
         keep_first: int = 0,
     ) -> "CodecPolicy":
-        """CodecError as `plan_codec`, and when rows are to be kept without TurboQuant."""
-        if keep_first and codec not in config.TURBO_CODECS:
-            turbo = ", ".join(config.TURBO_CODECS)
-            raise CodecError(f"{KEEP_FIRST_FLAG}: {codec} keeps none; use {FLAG} {turbo}")
+        """CodecError as `plan_codec`. Only TurboQuant keeps rows."""
+        assert not keep_first or codec in config.TURBO_CODECS
         chosen = plan_codec(codec, layout, explicit=explicit, rotate=rotate)
         return cls(chosen, plan_codec("none", layout), min_quantize_tokens, keep_first)
 

@@ -54,7 +54,7 @@ def plans_of(asked: Sequence[str] | None, layout: CacheLayout, flag: str) -> dic
 
 
 def _plan(name: str, layout: CacheLayout) -> CodecPlan | None:
-    """None when there is no such codec, or nothing in it that could be rotated."""
+    """None when it has nothing that could be rotated, or not in this layout."""
     rotate = name not in CODECS and name.endswith(ROTATED)
     with contextlib.suppress(CodecError):
         return plan_codec(name.removesuffix(ROTATED) if rotate else name, layout, rotate=rotate)
