@@ -43,7 +43,9 @@ def gemma() -> Any:
 
 
 def windows(caches: list[Any]) -> list[WindowKVCache]:
-    return [leaf for leaf in leaves(caches) if isinstance(leaf, WindowKVCache)]
+    found = [leaf for leaf in leaves(caches) if isinstance(leaf, WindowKVCache)]
+    assert found
+    return found
 
 
 def rows_of(window: WindowKVCache) -> list[np.ndarray[Any, Any]]:
