@@ -184,7 +184,7 @@ class CachestoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListNamespaces(self, request, context):
-        """For people, through cachestore-admin. NOT_FOUND for a record that is not held (any more).
+        """The calls below are for cachestore-admin. NOT_FOUND: no such record is held (any more).
 
         Namespaces for which something is held.
         """

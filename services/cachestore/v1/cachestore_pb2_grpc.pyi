@@ -82,7 +82,7 @@ class CachestoreStub:
     Stats: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.StatsRequest, _cachestore_pb2.StatsResponse]
     """Everything that the daemon counts."""
     ListNamespaces: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.ListNamespacesRequest, _cachestore_pb2.ListNamespacesResponse]
-    """For people, through cachestore-admin. NOT_FOUND for a record that is not held (any more).
+    """The calls below are for cachestore-admin. NOT_FOUND: no such record is held (any more).
 
     Namespaces for which something is held.
     """
@@ -146,7 +146,7 @@ class CachestoreAsyncStub(CachestoreStub):
     Stats: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.StatsRequest, _cachestore_pb2.StatsResponse]  # type: ignore[assignment]
     """Everything that the daemon counts."""
     ListNamespaces: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.ListNamespacesRequest, _cachestore_pb2.ListNamespacesResponse]  # type: ignore[assignment]
-    """For people, through cachestore-admin. NOT_FOUND for a record that is not held (any more).
+    """The calls below are for cachestore-admin. NOT_FOUND: no such record is held (any more).
 
     Namespaces for which something is held.
     """
@@ -255,7 +255,7 @@ class CachestoreServicer(metaclass=_abc_1.ABCMeta):
         request: _cachestore_pb2.ListNamespacesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cachestore_pb2.ListNamespacesResponse, _abc.Awaitable[_cachestore_pb2.ListNamespacesResponse]]:
-        """For people, through cachestore-admin. NOT_FOUND for a record that is not held (any more).
+        """The calls below are for cachestore-admin. NOT_FOUND: no such record is held (any more).
 
         Namespaces for which something is held.
         """
