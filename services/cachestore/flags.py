@@ -1,12 +1,15 @@
 """Command lines that say what is wrong in one line."""
 
 import argparse
+import difflib
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import takewhile
 from pathlib import Path
-from typing import Final, Generic, NoReturn, TypeVar
+from typing import Any, Final, Generic, NoReturn, TypeVar
 
 from cachestore import budget, endpoint
 
@@ -16,6 +19,32 @@ T = TypeVar("T")
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message.removeprefix('argument ')}\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        words = sys.argv[1:] if args is None else [*args]
+        # What follows a command is for the parser of that command.
+        ours = words if self._subparsers is None else takewhile(_is_flag, words)
+        for word in takewhile("--".__ne__, ours):
+            self._check_known(word)
+        return super().parse_known_args(words, namespace)
+
+    def _check_known(self, word: str) -> None:
+        """argparse would miss a flag that is required before it names the misspelt one."""
+        flag = word.partition("=")[0]
+        known = self._option_string_actions
+        # It reads abbreviations, and takes words with a space in them for values.
+        if _is_flag(word) and " " not in word and not any(k.startswith(flag) for k in known):
+            self.error(f"{flag}: no such flag{nearest(flag, known)}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What to say of a name that is none of these."""
+    found = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {found[0]}?" if found else "; --help has all"
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("--")
 
 
 @dataclass(frozen=True, slots=True)

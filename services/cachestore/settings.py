@@ -8,13 +8,12 @@ flag counts. Before that each value is read by itself, so that an error says whe
 """
 
 import argparse
-import difflib
 import errno
 import os
 import re
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -181,7 +180,8 @@ class Parser(flags.Parser):
         for action in self._actions:
             kind: dict[str, Any] = {"action": "store_true"} if action.nargs == 0 else {}
             scan.add_argument(*action.option_strings, dest=action.dest, **kind)
-        return vars(scan.parse_known_args(words)[0])
+        typed: dict[str, Any] = vars(scan.parse_known_args(words)[0])
+        return typed
 
     def _from_file(self, file: Path | None, content: dict[str, Any]) -> dict[Setting, str]:
         for name, value in content.items():
@@ -193,7 +193,7 @@ class Parser(flags.Parser):
         for key, value in content.get(str(self.table), {}).items():
             where = f"{file}: [{self.table}] {key}"
             if key not in known:
-                raise SettingsError(f"{where}: no such key{_nearest(key, known)}")
+                raise SettingsError(f"{where}: no such key{flags.nearest(key, known)}")
             try:
                 words[known[key]] = known[key].word_of_key(value)
             except ValueError as error:
@@ -210,7 +210,7 @@ class Parser(flags.Parser):
             if not ours or not text or name in variables.MEANINGS:
                 continue
             if name not in known:
-                nearest = _nearest(name, [*known, *variables.MEANINGS])
+                nearest = flags.nearest(name, [*known, *variables.MEANINGS])
                 raise SettingsError(f"{name}: no such variable{nearest}")
             try:
                 words[known[name]] = known[name].word_of_variable(text)
@@ -256,11 +256,6 @@ def _read(typed: Mapping[str, Any]) -> tuple[Path | None, dict[str, Any]]:
         if chosen is None and isinstance(error, FileNotFoundError | NotADirectoryError):
             return None, {}
         raise SettingsError(f"{how}{path}: {error.strerror}") from None
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {found[0]}?" if found else "; --help has all"
 
 
 def _prefix(table: str) -> str:

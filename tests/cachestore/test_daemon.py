@@ -259,7 +259,7 @@ def test_without_an_engine_the_daemon_ends_after_a_while(directory: Path) -> Non
         (["--log-level", "loud"], "--log-level: invalid choice"),
         (["--socket", "/tmp/" + "x" * 100], "--socket: the socket path has 108 bytes"),
         (["--socket", "/nowhere/x.sock"], "--socket: directory /nowhere: No such file"),
-        (["--frobnicate"], "unrecognized arguments: --frobnicate"),
+        (["--frobnicate"], "--frobnicate: no such flag"),
     ],
 )
 def test_a_bad_flag_is_one_line_and_exit_code_2(

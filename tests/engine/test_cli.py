@@ -58,6 +58,30 @@ def test_a_value_that_cannot_be_used_is_named(
 
 
 @pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("serve", "--modle", "m"), "--modle: no such flag; did you mean --model?"),
+        (("serve", "--model", "m", "--max-bach=8"), "--max-bach: no such flag; did you mean"),
+        (("generate", "hello", "--zzz"), "--zzz: no such flag; --help has all"),
+        (("--versoin",), "--versoin: no such flag; did you mean --version?"),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
+)
+def test_a_misspelt_flag_is_named_whatever_else_is_missing(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str
+) -> None:
+    code, said = run(capsys, *words)
+    assert code == 2
+    assert said.startswith(f"error: {told}")
+
+
+def test_what_looks_like_a_flag_and_is_a_value_is_one() -> None:
+    options = cli._parser().parse_args(["generate", "--max 8", "--max-t", "8", "--stop=--zzz"])
+    assert (options.prompt, options.max_tokens, options.stop) == ("--max 8", 8, ["--zzz"])
+    assert cli._parser().parse_args(["generate", "--", "--zzz"]).prompt == "--zzz"
+
+
+@pytest.mark.parametrize(
     "command", [("serve", "--model", "m"), ASK[:2], ("chat",), ("demo",)], ids=lambda c: c[0]
 )
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ NOWHERE = "unix:/tmp/nobody-is-here.sock"
         ("--log-prompts --log-level warning", "--log-prompts", "leave it out"),
         ("--log-prompts --no-log-requests", "--log-prompts", "leave it out"),
         ("--listen=", "--listen", "unix:PATH"),
-        ("--frobnicate", "--frobnicate", "unrecognized"),
+        ("--frobnicate", "--frobnicate", "no such flag"),
     ],
 )
 def test_a_flag_that_would_do_nothing_is_one_line(
