@@ -222,12 +222,7 @@ def _parser() -> Parser:
         description="Runs the daemons as services, and looks into a running cachestore.",
     )
     add_version(parser)
-    parser.add_argument(
-        "--socket",
-        type=Path,
-        metavar="PATH",
-        help="socket of the daemon (default: in the runtime directory)",
-    )
+    _add_socket(parser)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     stats = commands.add_parser("stats", help="memory, contents and counters")
     stats.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -254,8 +249,20 @@ def _parser() -> Parser:
     health = commands.add_parser("health", help="exit code 0 when the daemon serves")
     health.set_defaults(run=_asking(_health))
     _add_contents(commands)
+    for command in commands.choices.values():
+        _add_socket(command, default=argparse.SUPPRESS)  # or else it would undo the one in front
     service.add_flags(commands.add_parser("service", help="run both daemons as services"))
     return parser
+
+
+def _add_socket(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    parser.add_argument(
+        "--socket",
+        type=Path,
+        metavar="PATH",
+        default=default,
+        help="socket of the daemon (default: in the runtime directory)",
+    )
 
 
 def _add_contents(commands: "argparse._SubParsersAction[Parser]") -> None:

@@ -86,6 +86,8 @@ def add_metrics(parser: argparse.ArgumentParser) -> None:
 def cachestore_socket(flag: Path | None) -> Path:
     """The socket that --socket names, or the user's default one. Raises EndpointError."""
     path = endpoint.cachestore_socket() if flag is None else flag
+    if str(path).startswith("unix:"):
+        raise endpoint.EndpointError(f"--socket: {path} is not a path: leave out unix:")
     return endpoint.socket_path(path, flag="--socket", suffix=endpoint.SESSION_SUFFIX)
 
 

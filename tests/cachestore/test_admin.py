@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from cachestore.admin import main
 from cachestore.report import report, tables
 from cachestore.v1 import cachestore_pb2 as pb
 from tests.support import entries
@@ -179,6 +180,22 @@ def test_the_default_socket_is_in_the_runtime_directory(directory: Path) -> None
     assert found.returncode == 1
     assert str(directory / "cachestore.sock") in found.stderr
     assert found.stderr.endswith("start one with: cachestore serve\n")
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["in front", "behind"])
+def test_the_socket_stands_on_either_side_of_the_command(
+    daemon: Cachestore, capsys: pytest.CaptureFixture[str], behind: bool
+) -> None:
+    words = ["--socket", str(daemon.socket)]
+    assert main(["health", *words] if behind else [*words, "health"]) == 0
+    assert capsys.readouterr().out == "serving\n"
+
+
+def test_a_socket_is_a_path_and_not_an_address(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--socket", "unix:/tmp/x.sock", "stats"])
+    told = "error: --socket: unix:/tmp/x.sock is not a path: leave out unix:\n"
+    assert capsys.readouterr().err == told
 
 
 def test_bad_arguments_are_one_line(directory: Path) -> None:
