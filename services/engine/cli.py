@@ -21,8 +21,6 @@ def main(arguments: list[str] | None = None) -> int:
     except (ConfigError, endpoint.EndpointError, backend.BackendError, logs.LogError) as error:
         logs.last_words(options.origins.told(error))
         return EXIT_USAGE
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:
         # The reader of our output has gone; Python must not complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
