@@ -140,7 +140,8 @@ def socket_path(text: str | Path, *, flag: str, suffix: str = "") -> Path:
         what = f" (with {suffix})" if suffix else ""
         raise EndpointError(
             f"{flag}: the socket path has {length} bytes{what}, at most {SOCKET_BYTES_MAX} "
-            f"are possible: {path}"
+            f"are possible; give a shorter one, or set {variables.RUNTIME_DIR} to a shorter "
+            f"folder: {path}"
         )
     return path
 
@@ -180,11 +181,13 @@ def check_directory(path: Path, *, flag: str) -> None:
 class Lock:
     """Exclusive use of a socket path, from construction until `release` or the process's end.
 
-    Raises Held when another process has it, and EndpointError when it cannot be opened.
+    Raises Held when another process has it, and EndpointError when it cannot be opened; both
+    name `flag`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, flag: str) -> None:
         self.path = path
+        self._flag = flag
         self._file = lock_path(path)
         self._fd = self._acquire()
         os.ftruncate(self._fd, 0)
@@ -195,13 +198,16 @@ class Lock:
             try:
                 fd = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             except OSError as error:
-                raise EndpointError(f"lock {self._file}: {error.strerror}") from error
+                raise EndpointError(f"{self._flag}: {self._file}: {error.strerror}") from error
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
                 os.close(fd)
-                raise Held(f"{self.path} is in use by process {holder}") from None
+                raise Held(
+                    f"{self._flag}: {self.path} is in use by process {holder}: use that one or "
+                    "end it, or give another path"
+                ) from None
             # A holder removes the file as it leaves: what was locked may be no longer there.
             if self._still_named(fd):
                 return fd
@@ -217,7 +223,9 @@ class Lock:
         """Removes a socket that a predecessor left; anything else there is an error."""
         try:
             if not stat.S_ISSOCK(path.lstat().st_mode):
-                raise EndpointError(f"{path}: exists and is not a socket")
+                raise EndpointError(
+                    f"{self._flag}: {path} exists and is not a socket: give another path"
+                )
             path.unlink()
         except FileNotFoundError:
             pass

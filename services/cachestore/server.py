@@ -58,7 +58,7 @@ def run(config: ServerConfig) -> None:
     """
     os.umask(0o077)
     endpoint.check_directory(config.socket, flag="--socket")
-    lock = endpoint.Lock(config.socket)
+    lock = endpoint.Lock(config.socket, flag="--socket")
     try:
         lock.remove_socket(config.socket)
         lock.remove_socket(endpoint.session_path(config.socket))

@@ -24,7 +24,7 @@ def reserved(listen: Listen) -> Iterator[None]:
         yield
         return
     endpoint.check_directory(path, flag=FLAG)
-    lock = endpoint.Lock(path)
+    lock = endpoint.Lock(path, flag=FLAG)
     try:
         lock.remove_socket(path)
         try:

@@ -122,7 +122,8 @@ def test_a_clean_stop_leaves_no_file(daemon: Cachestore, number: signal.Signals)
 def test_a_second_daemon_is_refused_and_told_who_is_there(daemon: Cachestore) -> None:
     second = run_serve(daemon.socket)
     assert second.returncode == endpoint.EXIT_HELD
-    assert second.stderr == f"error: {daemon.socket} is in use by process {daemon.pid}\n"
+    told = f"error: --socket: {daemon.socket} is in use by process {daemon.pid}: use that one or "
+    assert second.stderr == f"{told}end it, or give another path\n"
     assert daemon.stats().pid == daemon.pid
 
 
@@ -143,7 +144,8 @@ def test_a_file_in_the_way_is_not_removed(directory: Path) -> None:
     path.write_text("keep")
     refused = run_serve(path)
     assert (refused.returncode, path.read_text()) == (2, "keep")
-    assert refused.stderr == f"error: {path}: exists and is not a socket\n"
+    told = f"error: --socket: {path} exists and is not a socket: give another path\n"
+    assert refused.stderr == told
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")

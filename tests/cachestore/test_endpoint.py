@@ -140,18 +140,18 @@ def test_a_directory_of_somebody_else_is_refused(
 
 def test_a_held_path_is_refused_with_the_holders_pid(directory: Path) -> None:
     path = directory / "x.sock"
-    first = Lock(path)
-    with pytest.raises(Held, match=f"{path} is in use by process {os.getpid()}"):
-        Lock(path)
+    first = Lock(path, flag="--socket")
+    with pytest.raises(Held, match=f"--socket: {path} is in use by process {os.getpid()}: use"):
+        Lock(path, flag="--socket")
     first.release()
     assert list(directory.iterdir()) == []
-    Lock(path).release()
+    Lock(path, flag="--socket").release()
 
 
 def test_the_file_of_a_dead_holder_is_taken_over(directory: Path) -> None:
     path = directory / "x.sock"
     (directory / "x.sock.lock").write_text("99999999999 from before\n")
-    lock = Lock(path)
+    lock = Lock(path, flag="--socket")
     assert (directory / "x.sock.lock").read_text() == f"{os.getpid()}\n"
     lock.release()
 
@@ -160,7 +160,7 @@ def test_a_lock_on_a_file_that_its_holder_has_just_removed_does_not_count(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = directory / "x.sock"
-    leaving = [Lock(path)]
+    leaving = [Lock(path, flag="--socket")]
     flock = fcntl.flock
 
     def flock_after_release(fd: int, operation: int) -> None:
@@ -169,9 +169,9 @@ def test_a_lock_on_a_file_that_its_holder_has_just_removed_does_not_count(
         flock(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock_after_release)
-    second = Lock(path)
+    second = Lock(path, flag="--socket")
     with pytest.raises(Held):
-        Lock(path)
+        Lock(path, flag="--socket")
     second.release()
 
 
@@ -179,14 +179,14 @@ def test_a_lock_is_not_written_through_a_link(directory: Path) -> None:
     precious = directory / "precious"
     precious.write_text("keep")
     (directory / "x.sock.lock").symlink_to(precious)
-    with pytest.raises(EndpointError, match="lock"):
-        Lock(directory / "x.sock")
+    with pytest.raises(EndpointError, match=r"--socket: .*x.sock.lock: "):
+        Lock(directory / "x.sock", flag="--socket")
     assert precious.read_text() == "keep"
 
 
 def test_only_sockets_are_removed(directory: Path) -> None:
     path = directory / "x.sock"
-    lock = Lock(path)
+    lock = Lock(path, flag="--socket")
     lock.remove_socket(path)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))

@@ -137,7 +137,7 @@ def test_with_a_file_stderr_is_silent_but_for_what_ends_the_daemon(directory: Pa
             check=False,
         )
         assert second.returncode == 3
-        assert second.stderr == f"error: {daemon.socket} is in use by process {daemon.pid}\n"
+        assert f"{daemon.socket} is in use by process {daemon.pid}: use" in second.stderr
         assert daemon.terminate() == 0
         assert daemon.log == ""
     lines = path.read_text().splitlines()
