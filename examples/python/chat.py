@@ -72,6 +72,11 @@ def main() -> int:
                 if flags.cancel_after and len(token_ids) >= flags.cancel_after:
                     # The engine stops at the next token, and frees the request's place.
                     reply.cancel()
+        except KeyboardInterrupt:
+            reply.cancel()
+            print()
+            print(f"stopped after {len(token_ids)} tokens", file=sys.stderr)
+            return 130
         except grpc.RpcError as error:
             print()
             if error.code() is grpc.StatusCode.CANCELLED:

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -65,6 +66,25 @@ def test_leaving_early_frees_the_place(served: Served, ask: Ask) -> None:
     assert re.fullmatch(r"cancelled after \d+ tokens\n", err)
     served.wait_idle()
     assert served.stats().cancelled == before + 1
+
+
+def test_ctrl_c_ends_the_python_one_without_a_traceback(served: Served) -> None:
+    # A child of a shell's background job would ignore interrupts.
+    heed = (
+        "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    program = [sys.executable, "-c", heed, str(ROOT / "examples" / "python" / "chat.py")]
+    words = [str(served.engine.listen), QUESTION, "--max-tokens", str(LONG_REPLY)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*program, *words], stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert re.fullmatch(r"stopped after \d+ tokens\n", err)
+    served.wait_idle()
 
 
 @pytest.mark.parametrize(
