@@ -8,8 +8,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+import pytest
 
-from engine.kv import routing
+from engine.kv import attention, routing
 from engine.kv.attention import Call, PackedHistory, Strategy
 
 Numbers = npt.NDArray[np.float64]
@@ -17,20 +18,16 @@ Numbers = npt.NDArray[np.float64]
 
 @dataclass
 class Oracle:
-    """A strategy that asks another one, and notes how far that is from the reference, relative to
-    numbers above 1: each row's own packed bytes, dequantized, those just written included. Numpy
-    in float64."""
+    """Notes how far attention is from the reference, relative to numbers above 1: each row's own
+    packed bytes, dequantized and rotated back, those just written included. Numpy in float64."""
 
-    asked: Strategy
     calls: int = 0
     worst: float = 0.0
     # What rows of a batch see: the most columns of any call.
     columns: int = 0
 
-    name: str = "oracle"
-
-    def attend(self, call: Call) -> mx.array:
-        attended = self.asked.attend(call)
+    def attend(self, strategy: Strategy, call: Call) -> mx.array:
+        attended = attention.attend(strategy, call)
         seen = _seen(call)
         for row in range(call.queries.shape[0]):
             expected = _attend(
@@ -50,9 +47,10 @@ class Oracle:
 
 @contextmanager
 def compared(strategy: Strategy) -> Iterator[Oracle]:
-    """All attention over packed rows goes through an oracle."""
-    oracle = Oracle(strategy)
-    with routing.installed(oracle):
+    """All attention over packed rows goes by an oracle, queries and outputs as models have them."""
+    oracle = Oracle()
+    with pytest.MonkeyPatch.context() as patch, routing.installed(strategy):
+        patch.setattr(routing, "attend", oracle.attend)
         yield oracle
 
 
@@ -61,25 +59,32 @@ def _numbers(array: mx.array) -> Numbers:
 
 
 def _rows(history: PackedHistory, row: int) -> Numbers:
-    """(KV heads, columns, width) of one row of the batch, as they were quantized."""
+    """(KV heads, columns, width) of one row of the batch, as they were before a rotation."""
     codes, scales, biases = (mx.contiguous(array[row, :, : history.columns]) for array in history)
     encoding = history.encoding
-    return _numbers(
+    rows = _numbers(
         mx.dequantize(codes, scales, biases, group_size=encoding.group_size, bits=encoding.bits)
     )
+    if encoding.rotation is None:
+        return rows
+    turned: Numbers = rows @ _numbers(encoding.rotation.apply(mx.eye(rows.shape[-1]))).T
+    return turned
 
 
 def _seen(call: Call) -> Any:
     """(B, 1 or heads, L, columns)."""
     mask, columns = call.mask, call.keys.columns
     batch, _, length, _ = call.queries.shape
-    if mask is None:
-        return np.ones((batch, 1, length, columns), bool)
+    heads = 1
+    seen: Any = np.True_
     if isinstance(mask, str):
         rows = np.arange(columns - length, columns)
-        return np.broadcast_to(np.arange(columns) <= rows[:, None], (batch, 1, length, columns))
-    assert mask.dtype == mx.bool_
-    return np.broadcast_to(np.array(mask), (batch, mask.shape[1], length, columns))
+        seen = np.arange(columns) <= rows[:, None]
+    elif mask is not None:
+        assert mask.dtype == mx.bool_
+        seen = np.array(mask)
+        heads = mask.shape[-3] if mask.ndim > 2 else 1
+    return np.broadcast_to(seen, (batch, heads, length, columns))
 
 
 def _attend(
