@@ -2,6 +2,7 @@
 bytes. Free runs are never compared: a neighbour's float noise moves codes."""
 
 import itertools
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,8 +34,8 @@ from tests.support.oracle import Oracle, compared
 
 STEP = PrefillStep(idle=16, busy=8)
 TOLERANCE = 1e-5
-# Scratch memory. The rows of three requests would take so much in 50 steps.
-FLAT_BYTES = 1 << 16
+# BOUNDED_TOKENS=1000 for a long look at the real model.
+BOUNDED_TOKENS = int(os.environ.get("BOUNDED_TOKENS", "60"))
 HISTORIES = (0, 3, 16, 17, 40, 300)
 BITS = [(8, 8), (4, 4), (8, 4), (4, 8)]
 
@@ -172,17 +173,6 @@ def decoding(
             yield made, batch
 
 
-def test_bounded_windows_take_no_more_memory_however_long_replies_become(llama: Any) -> None:
-    held = []
-    for made, _ in decoding(llama, KvConfig((8, 4), max_size=128), 60, 1000):
-        if made == 200:
-            mx.reset_peak_memory()
-        if made >= 200:
-            held.append(mx.get_active_memory())
-    assert max(held) - min(held) < FLAT_BYTES
-    assert mx.get_peak_memory() - max(held) < FLAT_BYTES
-
-
 class Shadows:
     """mlx-lm's caches of single requests, fed what our windows of the batch are fed."""
 
@@ -205,22 +195,37 @@ class Shadows:
 
 
 @pytest.mark.parametrize(
-    "model", ["llama", pytest.param("smollm2_model", marks=pytest.mark.real_model)]
+    ("model", "tokens", "flat_bytes"),
+    [
+        ("llama", 1000, 1 << 16),
+        pytest.param("smollm2_model", BOUNDED_TOKENS, 1 << 20, marks=pytest.mark.real_model),
+    ],
 )
-def test_bounded_windows_hold_what_mlx_lm_would_quantized(
-    model: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+def test_bounded_windows_hold_what_mlx_lm_would_quantized_in_flat_memory(
+    model: str,
+    tokens: int,
+    flat_bytes: int,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    loaded = request.getfixturevalue(model)
-    config = KvConfig((8, 4), max_size=24)
-    shadows = Shadows(monkeypatch, len(loaded.layers), 24)
-    for _, batch in decoding(loaded, config, 40, 30):
+    """`flat_bytes`: of scratch memory. Unbounded rows would take more in 50 steps."""
+    loaded, size = request.getfixturevalue(model), 128
+    shadows = Shadows(monkeypatch, len(loaded.layers), size)
+    held, peaks = [], []
+    for made, batch in decoding(loaded, KvConfig((8, 4), max_size=size), size, tokens):
         windows = batch._decoding.prompt_cache
         mx.eval([cache.state for layer in shadows.layers for cache in layer])
+        if made > 5:
+            held.append(mx.get_active_memory())
+            peaks.append(mx.get_peak_memory())
+        mx.reset_peak_memory()
+    assert max(held) - min(held) < flat_bytes
+    assert max(peaks) - min(peaks) < flat_bytes
     precision = Precision.affine((8, 4))
     for window, caches in zip(windows, shadows.layers, strict=True):
-        assert window.size() == 24
+        assert window.size() == size
         for index, cache in enumerate(caches):
-            assert int(window.offset[index]) == cache.offset > 60
+            assert int(window.offset[index]) == cache.offset >= size + tokens
             rows = (cache._temporal_order(part) for part in (cache.keys, cache.values))
             expected = precision.decode(precision.split(precision.encode(*rows)))
             for ours, theirs in zip(window.temporal(index), expected, strict=True):
