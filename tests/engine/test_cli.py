@@ -82,7 +82,9 @@ def test_what_looks_like_a_flag_and_is_a_value_is_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [("serve", "--model", "m"), ASK[:2], ("chat",), ("demo",)], ids=lambda c: c[0]
+    "command",
+    [("serve", "--model", "m"), ASK[:2], ("chat",), ("demo",), ("warm", __file__)],
+    ids=lambda c: c[0],
 )
 @pytest.mark.parametrize(
     ("words", "named"),

@@ -115,6 +115,10 @@ def test_a_hit_decodes_behind_the_stored_bytes(model: Path, store: Cachestore) -
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {},
     "lossless": {"cache_codec": "none"},
+    "4 in the store": {"cache_codec": "q4"},
+    "4 in the store, rotated": {"cache_codec": "q4", "kv_rotate": True},
+    "turbo": {"cache_codec": "turbo3"},
+    "turbo, first kept": {"cache_codec": "turbo3", "turbo_keep_first": 4},
     "8": {"kv": KvConfig((8, 8))},
     "8,4": {"kv": KvConfig((8, 4))},
     "8,4 in small groups": {"kv": KvConfig((8, 4), 32)},
