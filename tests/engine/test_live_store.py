@@ -15,7 +15,7 @@ from engine.kv.history import QuantizedKVCache
 from engine.kvconfig import KvConfig
 from tests.support.daemons import Cachestore, short_directory, start_cachestore
 from tests.support.engines import InProcess, in_process
-from tests.support.models import llama_config, save_tiny_model
+from tests.support.models import llama_config, qwen3_next_config, save_tiny_model
 
 LAYERS = 2
 CYCLES = 10
@@ -151,3 +151,17 @@ def test_what_is_not_cached_yet_says_so_and_generates(model: Path, store: Caches
             reply = engine.finish(request)
             assert len(reply.tokens) == 60
             assert reply.done.usage.cached_tokens == 0
+
+
+def test_start_says_what_each_kind_of_layer_has(
+    store: Cachestore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = save_tiny_model(tmp_path / "model", qwen3_next_config())
+    with caplog.at_level("INFO"), in_process(model, store.socket, kv=KvConfig((8, 4), max_size=64)):
+        said = [line.partition(": ") for line in caplog.messages]
+    assert [line for what, _, line in said if what == "live caches"] == [
+        "3 x ArraysCache: as mlx-lm has it (recurrent state, not rows of tokens)",
+        "1 x KVCache: keys 8 bits, values 4 bits, groups of 64, the first 4 and latest rows of 64",
+    ]
+    stored = [line for what, _, line in said if what == "layers in the store"]
+    assert [line.rpartition(": ")[2] for line in stored] == ["checkpoints", "checkpoints"]
