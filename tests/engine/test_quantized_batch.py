@@ -112,12 +112,21 @@ def test_each_row_attends_to_its_own_packed_rows(
         mixed(Run(caches, oracle), list(order))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("kv_heads", [1, 2, 3])
-def test_of_every_shape(kv_heads: int, head_dim: int, strategy: str) -> None:
+# Every bits, rotated or not, with every strategy, and each shape with three of them.
+SHAPES = list(
+    zip(
+        itertools.product([1, 2, 3], [64, 96, 128, 256], STRATEGIES),
+        itertools.cycle(itertools.product(BITS, [False, True])),
+    )
+)
+
+
+@pytest.mark.parametrize(("shape", "held"), SHAPES, ids=str)
+def test_of_every_shape(shape: tuple[int, int, str], held: tuple[tuple[int, int], bool]) -> None:
+    kv_heads, head_dim, strategy = shape
+    bits, rotate = held
     model = tiny_model(llama_config(heads=2 * kv_heads, kv_heads=kv_heads, head_dim=head_dim))
-    caches = quantized(model, KvConfig((8, 4), group_size=32), rotate=True)
+    caches = quantized(model, KvConfig(bits, group_size=32), rotate)
     with compared(STRATEGIES[strategy]) as oracle:
         mixed(Run(caches, oracle), [40, 0, 3, 17])
 
