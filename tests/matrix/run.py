@@ -2,52 +2,51 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from tests.matrix.bench import Bench, bench
-from tests.matrix.cells import Cell, cells
-from tests.matrix.results import Architecture
+from tests.matrix.cells import Cell
+from tests.matrix.results import Ran
 from tests.support.daemons import short_directory, start_cachestore
 
 _MESSAGE_CHARACTERS = 300
 
 
-def run(name: str, wanted: Sequence[Cell], tick: Callable[[None], object]) -> Architecture:
-    """All of one architecture; `tick` is called after each."""
+def run(name: str, wanted: Sequence[Cell], tell: Callable[[tuple[str, Ran]], object]) -> None:
+    """All of one architecture; each is told as soon as it has run."""
     # Of transformers, which does not know all architectures.
     logging.disable(logging.WARNING)
-    ran = Architecture("", [])
     with short_directory() as directory, start_cachestore(directory) as store:
         for codec in dict.fromkeys(cell.codec for cell in wanted):
-            of_codec = [cell for cell in wanted if cell.codec == codec]
+            said: dict[str, str] = {str(cell): "" for cell in wanted if cell.codec == codec}
             try:
                 with bench(name, codec, store, directory) as running:
-                    _describe(ran, running)
-                    for cell in of_codec:
-                        _run_one(ran, running, cell)
-                        tick(None)
+                    described = _described(running)
+                    for cell in wanted:
+                        if cell.codec == codec:
+                            said[str(cell)] = _wrong(running, cell)
+                            tell((name, replace(described, cells={str(cell): said[str(cell)]})))
             except Exception as error:
-                # It does not start, or does not end: whatever has not run is wrong.
-                for cell in of_codec:
-                    ran.failures.setdefault(str(cell), f"no engine: {_said(error)}")
-    ran.cells, ran.of = len(wanted), len(list(cells(name)))
-    return ran
+                # It does not start, or does not end: nothing that it said holds.
+                wrong = f"no engine: {_text(error)}"
+                tell((name, Ran(cells={cell: told or wrong for cell, told in said.items()})))
 
 
-def _describe(ran: Architecture, running: Bench) -> None:
+def _described(running: Bench) -> Ran:
     served = running.engine.engine.served
     assert served is not None
-    ran.mode = served.batch_mode
-    ran.layers = running.layers
-    ran.not_cached_reason = running.engine.prefix.status.not_cached_reason
+    reason = running.engine.prefix.status.not_cached_reason
+    return Ran(served.batch_mode, running.layers, reason)
 
 
-def _run_one(ran: Architecture, running: Bench, cell: Cell) -> None:
+def _wrong(running: Bench, cell: Cell) -> str:
     try:
         running.assert_holds(cell)
     except Exception as error:
-        ran.failures[str(cell)] = _said(error)
+        return _text(error)
+    return ""
 
 
-def _said(error: Exception) -> str:
+def _text(error: Exception) -> str:
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text.replace("|", "/").removeprefix("AssertionError: ")[:_MESSAGE_CHARACTERS]
