@@ -147,7 +147,8 @@ def test_stored_bytes_are_not_changed_by_requests_that_use_them(pair: Pair) -> N
     pair.stored(tokens)
     lengths = (STRIDE, STRIDE + 59)
     before = [stored_bytes(pair, tokens[:length]) for length in lengths]
-    started = [pair.warm.submit([*tokens[:length], 7, 8], max_tokens=20) for length in lengths]
+    # The first token comes of the prompt, and twenty of decode steps.
+    started = [pair.warm.submit([*tokens[:length], 7, 8], max_tokens=21) for length in lengths]
     for request_id, length in zip(started, lengths, strict=True):
         assert pair.warm.finish(request_id).done.usage.cached_tokens == length
     pair.warm.settle()
