@@ -1,12 +1,14 @@
 """Time to first token behind a prefix: cold, from the cachestore, and by mlx-lm in one process.
 
-    python -m benchmarks.warm [--model smollm2] [--prefix 1000] [--rest 16] [--runs 5]
+    python -m benchmarks.warm [--model smollm2 | --random windows | --random hybrid]
+                              [--prefix 1000] [--rest 16] [--runs 5]
 
 All in one run, with the same prefill step, and in turn: a run asks every engine once, so that what
 else the machine does meets all of them. "mlx-lm" is generate_step behind a prompt cache that this
 process kept and copied: no store, no copy between processes, no batch. "miss" is a cold prompt
 that the store does not hold, against the same engine without one; beside it stands what the store
-itself took of that time, from the question to the answer that there is nothing.
+itself took of that time, from the question to the answer that there is nothing. "windows" (of
+gemma3) and "hybrid" (of qwen3_next) are random models, which take checkpoints as they go.
 """
 
 import copy
@@ -27,10 +29,22 @@ from mlx_lm.generate import generate_step  # noqa: E402
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 from tests.support.daemons import short_directory, start_cachestore  # noqa: E402
 from tests.support.engines import InProcess, in_process  # noqa: E402
+from tests.support.models import (  # noqa: E402
+    gemma3_config,
+    qwen3_next_config,
+    save_tiny_model,
+)
 
 from engine.core import Core  # noqa: E402
 
 CODECS = ("none", "q8")
+
+# Wide enough that most of a prompt's time is its matrices, as with real ones.
+WIDE = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 8}
+RANDOM = {
+    "windows": gemma3_config(window=512, **WIDE),
+    "hybrid": qwen3_next_config(**WIDE, linear_num_value_heads=8, linear_num_key_heads=4),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +87,10 @@ def keep(engine: InProcess, prefix: Sequence[int]) -> list[Any]:
     return list(engine.on_worker(run))
 
 
-def ask_mlx_lm(
-    engine: InProcess, kept: list[Any], prefix_tokens: int, rest: Sequence[int]
-) -> First:
+def ask_mlx_lm(engine: InProcess, kept: list[Any], rest: Sequence[int]) -> First:
     def run(core: Core) -> First:
         began = time.perf_counter()
         cache = copy.deepcopy(kept)
-        for layer in cache:
-            layer.trim(layer.offset - prefix_tokens)
         next(_steps(core, rest, cache, max_tokens=1))
         return First(time.perf_counter() - began, 0.0)
 
@@ -136,7 +146,7 @@ def measure(model: str, prefix_tokens: int, rest_tokens: int, runs: int) -> list
             return lambda: ask(engine, prefix + tokens(rest_tokens))
 
         def mlx_lm() -> First:
-            return ask_mlx_lm(plain, kept, prefix_tokens, tokens(rest_tokens))
+            return ask_mlx_lm(plain, kept, tokens(rest_tokens))
 
         calls = {"cold, no store": cold(plain), "mlx-lm, kept cache": mlx_lm}
         for codec in CODECS:
@@ -181,14 +191,20 @@ COLUMNS: Columns = {
 
 def main() -> None:
     parser = flags(__doc__)
-    parser.add_argument("--model", default="smollm2")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", default="smollm2")
+    which.add_argument("--random", choices=RANDOM, help="a random model with checkpoints instead")
     parser.add_argument("--prefix", type=int, default=1000, help="tokens of the prefix (1000)")
     parser.add_argument("--rest", type=int, default=16, help="tokens behind it (16)")
     parser.add_argument("--runs", type=int, default=5, help="runs of each, of which the median (5)")
     options = parser.parse_args()
     if options.small:
         options.prefix, options.runs = 100, 2
-    rows = measure(options.model, options.prefix, options.rest, options.runs)
+    with short_directory() as directory:
+        model = options.model
+        if options.random:
+            model = str(save_tiny_model(directory / options.random, RANDOM[options.random]))
+        rows = measure(model, options.prefix, options.rest, options.runs)
     title = f"Behind {options.prefix} tokens, {options.rest} more, medians of {options.runs}"
     publish(options, title, COLUMNS, rows)
 

@@ -119,3 +119,9 @@ def test_churn_asks_a_running_engine_for_new_and_for_cached_rows(
 @pytest.mark.parametrize("name", ["prefill_step", "warm"])
 def test_the_benchmark_runs(name: str, model: Path, tmp_path: Path) -> None:
     assert rows_of(name, tmp_path / "found.json", "--model", str(model))
+
+
+@pytest.mark.parametrize("name", ["windows", "hybrid"])
+def test_a_miss_is_measured_of_models_with_checkpoints(name: str, tmp_path: Path) -> None:
+    rows = rows_of("warm", tmp_path / "found.json", "--random", name)
+    assert {"miss, none", "hit, none", "mlx-lm, kept cache"} <= {row["name"] for row in rows}
