@@ -106,14 +106,14 @@ def test_what_leaves_while_it_is_copied_is_not_used(
         held = hasty_store.stats()
         assert held.tokens == len(prompt) - engine.prefix.checkpointed
         assert held.checkpoints == engine.prefix.checkpointed
-        copy: Callable[..., None] = attach.Block.copy
+        copy: Callable[..., int] = attach.Block.copy
 
-        def slowly(block: attach.Block) -> None:
+        def slowly(block: attach.Block) -> int:
             monkeypatch.setattr(attach.Block, "copy", copy)
             until(lambda: hasty_store.stats().leases == 0, "the lease to lapse")
             fill(hasty_store)
             assert hasty_store.stats().checkpoints == 0
-            copy(block)
+            return copy(block)
 
         monkeypatch.setattr(attach.Block, "copy", slowly)
         reply: Any = engine.ask(prompt, 6)
