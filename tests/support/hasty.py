@@ -3,7 +3,7 @@
 import functools
 import sys
 
-from cachestore import checkpoints, cli, serve
+from cachestore import checkpoints, cli
 from cachestore.checkpoints import BRANCH_IDLE_SECONDS
 from cachestore.config import StoreConfig
 
@@ -19,6 +19,7 @@ def program(
 if __name__ == "__main__":
     lapse, idle = float(sys.argv.pop(1)), float(sys.argv.pop(1))
     short = functools.partial(StoreConfig, lease_seconds=lapse, reservation_seconds=lapse)
-    serve.StoreConfig = short  # type: ignore[assignment,misc]
+    assert cli.StoreConfig is StoreConfig  # where the flags become one
+    cli.StoreConfig = short  # type: ignore[assignment,misc]
     checkpoints.BRANCH_IDLE_SECONDS = idle
     sys.exit(cli.main())
