@@ -35,7 +35,7 @@ def run(flags: argparse.Namespace) -> int:
         raise ConfigError("--logprobs: only the object of --json has a place for them; add --json")
     if flags.system and flags.raw:
         raise ConfigError(
-            "--raw: a text to continue has no system message; leave it out, or --system"
+            "--system: a text to continue (--raw) has no messages; leave one of the two out"
         )
     request = request_of(flags, _prompt(flags))
     if flags.logprobs is not None:

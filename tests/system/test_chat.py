@@ -42,6 +42,11 @@ def read_some(stream: IO[str] | None) -> str:
     return stream.read(1)
 
 
+def read_line(stream: IO[str] | None) -> str:
+    assert stream is not None
+    return stream.readline()
+
+
 @pytest.fixture
 def model(directory: Path) -> Path:
     # Room for two long replies, wherever the first one is interrupted.
@@ -72,13 +77,18 @@ def test_ctrl_c_stops_a_reply_and_the_conversation_goes_on(directory: Path, mode
         process = start(directory, "--engine", str(engine.listen), "--max-tokens", "1500")
         say(process, "Hello there")
         read_some(process.stdout)
+        engine.process.send_signal(signal.SIGSTOP)  # so that the reply does not end before
         process.send_signal(signal.SIGINT)
+        try:
+            stopped = read_line(process.stderr)
+        finally:
+            engine.process.send_signal(signal.SIGCONT)
         _, err = process.communicate("And now?\n", timeout=120)
         said = chat(("user", "Hello there"), ("assistant", ""), ("user", "And now?"))
         with connect(engine.listen) as stub:
             without_reply = stub.Tokenize(pb.TokenizeRequest(prompt=said)).token_ids
     assert process.returncode == 0, err
-    assert err.splitlines()[0] == "stopped"
+    assert stopped == "stopped\n"
     (usage,) = SUMMARY.findall(err)
     assert int(usage[0]) > len(without_reply)
 
