@@ -26,7 +26,7 @@ SETTLE_SECONDS = 40.0
 # the medians of the second and the last are compared.
 JUDGED_SAMPLES_MIN = 9
 # An engine's caches come and go with its batch.
-GROWTH_BYTES_MAX = {"store": 1 << 20, "one": 4 << 20, "two": 4 << 20}
+GROWTH_BYTES_MAX = {"store": 1 << 20, "one": 2 << 20, "two": 2 << 20}
 # What gRPC opens and closes as it likes.
 DESCRIPTORS_GROWTH_MAX = 2
 THREADS_GROWTH_MAX = 4
