@@ -121,7 +121,7 @@ def main() -> None:
     options = parser.parse_args()
     size = Size(options.prompt_tokens, options.reply_tokens)
     if options.small:
-        options.seconds, size = 1.0, Size(600, 5)
+        options.seconds, size = 5.0, Size(600, 5)
     listen = parse_listen(options.engine or f"unix:{endpoint.engine_socket()}", "--engine")
     rows = churn(listen, options.streams, options.seconds, size)
     publish(options, f"{options.streams} streams, {options.seconds:g} s", COLUMNS, rows)
