@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import grpc
 from rich.console import Console
 
-from engine.ask import Reply, add_asking_flags, answering, request_of
+from engine.ask import Reply, add_asking_flags, answering, request_of, said_why
 from engine.flags import ConfigError
 from engine.remote import EngineAway
 from engine.v1 import engine_pb2 as pb
@@ -34,8 +34,7 @@ def run(flags: argparse.Namespace) -> int:
                 if failed and not (interactive and failed is not grpc.StatusCode.UNAVAILABLE):
                     return 1
     except EngineAway as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return said_why(error)
     return 0
 
 

@@ -38,7 +38,7 @@ from engine.request import (
 from engine.tokenizer import PromptEncoder
 from engine.v1 import engine_pb2 as pb
 from engine.v1 import engine_pb2_grpc
-from engine.worker import Snapshot, Worker, WorkerOver
+from engine.worker import STOPPING, Snapshot, Worker, WorkerOver
 
 _MATCHES = {
     MatchKind.EXACT: pb.CACHE_MATCH_EXACT,
@@ -249,7 +249,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
     ) -> AsyncGenerator[Delta | Done, None]:
         """The events of a request. Ending the iteration early cancels it."""
         if self._draining:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is stopping")
+            await context.abort(STOPPING.code, STOPPING.message)
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event] = asyncio.Queue()
 

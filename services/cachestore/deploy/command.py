@@ -26,7 +26,6 @@ from cachestore.flags import Parser, whole
 # As `systemctl status` has it.
 EXIT_NOT_RUNNING = 3
 _LINES = 20
-_DIGITS_MAX = 10
 
 _Run = Callable[[argparse.Namespace, Place, Installer], int]
 
