@@ -3,7 +3,7 @@
 The way has three steps for each block of layers, and each step has its thread:
 
     allocate   MLX thread      destination buffers, not written to
-    copy       helper thread   slab -> buffers, one copy without the GIL; no MLX operation
+    copy       helper threads  slab -> buffers, one copy without the GIL; no MLX operation
     decode     MLX thread      one array for each layer and part, evaluated; buffers freed
 
 Blocks bound how long a step keeps the MLX thread from decoding for other requests, and how much
@@ -85,7 +85,7 @@ def plan(
     """
     layout = policy.codec.layout
     segments = [
-        (codec, tuple(Span(parsed, source) for _, parsed, source in found))
+        (codec, tuple(Span.of(parsed, source) for _, parsed, source in found))
         for codec, found in itertools.groupby(_parsed(policy, sources), key=lambda each: each[0])
     ]
     if not segments:
@@ -142,7 +142,7 @@ def _state_blocks(
         segments = [
             Segment(
                 tuple((run.part, place) for run, place in of_group if run.rows == rows),
-                (Span(parsed, Source(checkpoint.view, 0, len(rows), checkpoint.path)),),
+                (Span(parsed.views(checkpoint.view), range(len(rows))),),
             )
             for rows in dict.fromkeys(run.rows for run, _ in of_group)
         ]
@@ -152,17 +152,16 @@ def _state_blocks(
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where some rows lie, or a checkpoint, whose rows are stored as one."""
+    """Where some rows lie: a record's arrays, which rows of them; or a checkpoint's, whose rows
+    are stored as one."""
 
-    parsed: record.Record
-    source: Source
+    arrays: list[npt.NDArray[Any]]
+    rows: range
 
-    def arrays(self) -> list[npt.NDArray[Any]]:
-        return self.parsed.views(self.source.view)
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.source.first_row, self.source.first_row + self.source.rows)
+    @classmethod
+    def of(cls, parsed: record.Record, source: Source) -> "Span":
+        rows = range(source.first_row, source.first_row + source.rows)
+        return cls(parsed.views(source.view), rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +174,13 @@ class Segment:
 
     @property
     def rows(self) -> int:
-        return sum(span.source.rows for span in self.spans)
+        return sum(len(span.rows) for span in self.spans)
+
+    @property
+    def placed(self) -> Iterator[tuple[Span, int]]:
+        """Each span and the row of the segment where it begins."""
+        ends = itertools.accumulate(len(span.rows) for span in self.spans)
+        return ((span, end - len(span.rows)) for span, end in zip(self.spans, ends, strict=True))
 
 
 class Block:
@@ -196,6 +201,8 @@ class Block:
         self._position = position
         # For each segment, by the part's name.
         self._landings: list[dict[str, _Landing]] = []
+        # What is still to be copied. Threads may share the iterator of a list.
+        self._pieces: Iterator[tuple[_Landing, Span, int]] = iter(())
         # Each part's layers, each as the arrays of its live cache.
         self._decoded: dict[str, list[tuple[mx.array, ...]]] = {}
 
@@ -213,20 +220,20 @@ class Block:
             }
             for segment in self._segments
         ]
+        self._pieces = iter(
+            [
+                (landing, span, start)
+                for segment, parts in zip(self._segments, self._landings, strict=True)
+                for span, start in segment.placed
+                for landing in parts.values()
+            ]
+        )
+        self._segments = ()
 
     def copy(self) -> int:
-        """On a helper thread; returns how many bytes. Afterwards this block holds no view of a
-        record."""
-        copied = 0
-        for segment, parts in zip(self._segments, self._landings, strict=True):
-            start = 0
-            for span in segment.spans:
-                arrays = span.arrays()
-                for landing in parts.values():
-                    copied += landing.copy(arrays, span.rows, start)
-                start += span.source.rows
-        self._segments = ()
-        return copied
+        """On helper threads, any number of them at once, which share the work; returns how many
+        bytes were this one's. When all have returned, this block holds no view of a record."""
+        return sum(landing.copy(span, start) for landing, span, start in self._pieces)
 
     def decode(self) -> None:
         """On the MLX thread, after `copy`."""
@@ -259,16 +266,16 @@ class _Landing:
         described = zip(self._buffers, self._specs, self._shapes, strict=True)
         self._views = [host_view(buffer, spec, shape) for buffer, spec, shape in described]
 
-    def copy(self, arrays: Sequence[npt.NDArray[Any]], rows: slice, start: int) -> int:
-        """Copies rows of a record's arrays to rows [start, ...); returns how many bytes."""
+    def copy(self, span: Span, start: int) -> int:
+        """Copies a span to rows [start, ...); returns how many bytes."""
         copied = 0
-        to = slice(start, start + rows.stop - rows.start)
-        held = arrays[self._place : self._place + len(self._specs)]
+        held = span.arrays[self._place : self._place + len(self._specs)]
         for array, spec, view in zip(held, self._specs, self._views, strict=True):
             # A checkpoint stores as one row what are several.
             source = array.reshape(*array.shape[:2], -1, spec.width)
-            np.copyto(view[:, :, to], source[self._layers, :, rows])
-            copied += view[:, :, to].nbytes
+            target = view[:, :, start : start + len(span.rows)]
+            np.copyto(target, source[self._layers, :, span.rows.start : span.rows.stop])
+            copied += target.nbytes
         return copied
 
     def decode(self) -> list[tuple[mx.array, ...]]:

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -256,18 +256,25 @@ class Prefix:
     def copy(self, request_id: int, found: Found, block: Block, last: bool) -> None:
         """Fill an allocated block; posts `copied`. With the last one the lease is renewed, which
         tells whether the rows were there all the while."""
-        self._copiers.submit(self._copy, request_id, found, block, last)
+        # One thread does not reach the rate of the memory. The one that is waited for is given
+        # first, so it has begun, whatever else the threads do.
+        share = self._copiers.submit(block.copy)
+        self._copiers.submit(self._copy, request_id, found, block, last, share)
 
-    def _copy(self, request_id: int, found: Found, block: Block, last: bool) -> None:
+    def _copy(
+        self, request_id: int, found: Found, block: Block, last: bool, share: Future[int]
+    ) -> None:
         valid = False
         began = time.monotonic()
         try:
-            copied = block.copy()
+            copied = block.copy() + share.result()
             with self._lock:
                 self._attached = self._attached.plus(copied, time.monotonic() - began)
             valid = not last or found.client.renew([found.lease.id]) == [True]
         except (StoreUnavailable, StoreRefused) as error:
             log.debug("renewal failed: %s", error)
+        except CancelledError:
+            log.debug("rows are not copied any more: the engine stops")
         except Exception:
             log.exception("copying rows failed")
         self._post(lambda core: core.copied(request_id, valid))

@@ -177,6 +177,21 @@ def test_blocks_may_be_small_and_in_any_order(
     assert_holds(attachment.caches(), expected)
 
 
+def test_threads_share_a_block(helper: ThreadPoolExecutor) -> None:
+    geometry = layout((2, 64, 64), heads=2)
+    policy = CodecPolicy.of(geometry, "none")
+    layers = random_layers(geometry, rows=60)
+    records = store(packed(policy.codec, layers), range(1, 61), helper)
+    attachment = attach.plan(policy, spans(records, 60))
+    (block,) = attachment.blocks
+    block.allocate()
+    with ThreadPoolExecutor(4) as helpers:
+        shares = [helpers.submit(block.copy) for _ in range(4)]
+    assert sum(share.result() for share in shares) == block.nbytes
+    block.decode()
+    assert_holds(attachment.caches(), layers)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_lossless_is_bit_for_bit(dtype: str, helper: ThreadPoolExecutor) -> None:
     geometry = layout((2, 8, 8), heads=1, dtype=dtype)
