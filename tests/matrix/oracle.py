@@ -1,11 +1,13 @@
 """What a model gives alone and cold: called directly, or through the engine's batch."""
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from engine.batch import Batch
@@ -16,6 +18,10 @@ from tests.support.engines import InProcess, Reply
 STEP = 16
 # Of the other chunks that a prompt is cut into, to see whether the oracle agrees with itself.
 OTHER_STEP = 7
+# Of each weight: about a hundred times what float32 rounds away. 60 random tokens of each
+# architecture then give log-probabilities that are 3e-5 to 2e-3 apart, or, where an expert or an
+# index was near a tie, up to 0.3.
+SHAKEN, SHAKEN_APART = 1e-5, 4e-3
 
 
 def chunks(first: int, stops: Iterable[int], end: int, step: int = STEP) -> list[int]:
@@ -105,6 +111,34 @@ def batched(
     reply = engine.on_worker(run)
     assert isinstance(reply, Reply)
     return reply
+
+
+@contextlib.contextmanager
+def shaken(engine: InProcess, direction: int) -> Iterator[None]:
+    """Every weight is a little off, always by the same; -1 is the opposite of 1."""
+
+    def shake(core: Core) -> list[tuple[str, mx.array]]:
+        weights = tree_flatten(core.caches.model.parameters())
+        keys = mx.random.split(mx.random.key(0), len(weights))
+        other = [
+            (name, _off(weight, key, direction))
+            for (name, weight), key in zip(weights, keys, strict=True)
+        ]
+        core.caches.model.update(tree_unflatten(other))
+        return weights
+
+    weights = engine.on_worker(shake)
+    try:
+        yield
+    finally:
+        engine.on_worker(lambda core: core.caches.model.update(tree_unflatten(weights)))
+
+
+def _off(weight: mx.array, key: mx.array, direction: int) -> mx.array:
+    if not mx.issubdtype(weight.dtype, mx.floating):
+        return weight
+    noise = mx.random.normal(weight.shape, weight.dtype, key=key)
+    return weight + direction * SHAKEN * weight * noise
 
 
 def agree(one: Reply, other: Reply, tolerance: float) -> bool:

@@ -2,9 +2,12 @@
 
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
+from engine.core import Core
 from engine.kv import kinds, states
+from tests.matrix import oracle
 from tests.matrix.bench import bench
 from tests.matrix.cells import Company, Match, Reach, Window, cells
 from tests.support.daemons import Cachestore, short_directory
@@ -42,6 +45,26 @@ def test_a_wrong_number_shows(
         monkeypatch.setattr(kind, "restore", restore)
         with pytest.raises(AssertionError, match="apart"):
             running.assert_holds(cell)
+
+
+def test_near_ties_are_found(cachestore: Cachestore) -> None:
+    tokens = [*range(40)]
+    with (
+        short_directory() as directory,
+        bench("qwen3_moe", "none", cachestore, directory) as running,
+    ):
+        assert not running._near_a_tie(tokens, running._cold(tokens))
+
+        def tie(core: Core) -> None:
+            """Of one layer, all experts are as good as the first one."""
+            gate: Any = core.caches.model.layers[-1].mlp.gate
+            gate.weight = mx.broadcast_to(gate.weight[:1], gate.weight.shape)
+
+        running.engine.on_worker(tie)
+        cold = running._cold(tokens)
+        assert oracle.agree(cold, running._cold(tokens), tolerance=0)
+        assert running._near_a_tie(tokens, cold)
+        assert oracle.agree(cold, running._cold(tokens), tolerance=0), "the weights have changed"
 
 
 def test_a_hit_that_is_missed_shows(
