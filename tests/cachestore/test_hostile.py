@@ -218,7 +218,12 @@ REQUESTS: list[tuple[str, Message]] = [
     ("Stats", pb.StatsRequest()),
     ("ListNamespaces", pb.ListNamespacesRequest()),
     ("ListEntries", pb.ListEntriesRequest(namespace=entries.NAMESPACE, limit=10)),
+    ("ListPrefixes", pb.ListPrefixesRequest(limit=10)),
     ("Pin", pb.PinRequest(record_id=99)),
+    (
+        "Pin",
+        pb.PinRequest(sequence=pb.Sequence(namespace=entries.NAMESPACE, tokens=SEQUENCE[:80])),
+    ),
     ("Unpin", pb.UnpinRequest(record_id=99)),
     ("Evict", pb.EvictRequest(record_id=99)),
     ("Inspect", pb.InspectRequest(record_id=1)),
