@@ -11,9 +11,11 @@ import pytest
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from engine.batch import BatchMode
+from engine.kv.layout import probe
+from engine.kv.live import LiveCaches
 from engine.selfcheck import choose_mode
-from tests.support.models import VOCABULARY_TOKENS
-from tests.support.zoo import METAL_ONLY, ZOO, animal
+from tests.support.models import VOCABULARY_TOKENS, tiny_model
+from tests.support.zoo import HEIRS, METAL_ONLY, WRAPPERS, ZOO, animal
 
 HISTORY_TOKENS = 40
 # Far beyond any float noise (law 1: 2e-4).
@@ -90,15 +92,37 @@ def test_each_architecture_runs_in_the_batch_as_it_can(name: str) -> None:
     assert choose_mode(animal(name), VOCABULARY_TOKENS) is MODES.get(name, BatchMode.BATCHED)
 
 
+def wrapped(name: str) -> Any:
+    """A model around one of the zoo."""
+    text = ZOO[WRAPPERS[name]]()
+    return tiny_model({"model_type": name, "text_config": text, "vocab_size": VOCABULARY_TOKENS})
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_model_around_another_is_cached_and_runs_as_that_one(name: str) -> None:
+    outer, inner = wrapped(name), animal(WRAPPERS[name])
+    assert probe(LiveCaches(outer)) == probe(LiveCaches(inner))
+    assert choose_mode(outer, VOCABULARY_TOKENS) is choose_mode(inner, VOCABULARY_TOKENS)
+
+
+def sources() -> dict[str, str]:
+    """Of all architectures of the installed mlx-lm."""
+    found = files("mlx_lm.models").iterdir()
+    return {m.name[:-3]: m.read_text() for m in found if m.name.endswith(".py")}
+
+
 def test_no_architecture_with_a_cache_of_its_own_is_forgotten() -> None:
     makes = re.compile(
         r"def make_cache(?:(?!\n    def |\n    @).)*?(?!\bKVCache\()\b[A-Z]\w*Cache(?:List)?\(",
         re.S,
     )
-    found = {
-        module.name.removesuffix(".py")
-        for module in files("mlx_lm.models").iterdir()
-        if module.name.endswith(".py") and makes.search(module.read_text())
-    }
+    found = {name for name, source in sources().items() if makes.search(source)}
     assert found <= {*ZOO, *METAL_ONLY}, "new in this mlx-lm"
     assert {"ministral3", "falcon_h1", "llama4"} <= found
+
+
+def test_no_architecture_with_the_caches_of_another_is_forgotten() -> None:
+    """But for what has plain rows, as any model that makes no caches."""
+    takes = re.compile(r"\.make_cache\(\)|^class Model\((?!nn\.Module\))", re.M)
+    found = {name for name, source in sources().items() if takes.search(source)}
+    assert found - ZOO.keys() - {"cache"} == {*WRAPPERS, *HEIRS}

@@ -19,7 +19,7 @@ from tests.matrix.cells import (
     cells,
     course,
 )
-from tests.support.zoo import METAL_ONLY
+from tests.support.zoo import HEIRS, METAL_ONLY, WRAPPERS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 JSON, PAGE = DOCS / "matrix.json", DOCS / "models.md"
@@ -202,6 +202,7 @@ def page(results: Results) -> str:
         f"{len(ran):,} on `{backend}`, where {sum(not said for said in ran.values()):,} hold"
         for backend, ran in by_backend.items()
     ]
+    others = ", ".join(f"`{name}` of `{of}`" for name, of in (WRAPPERS | HEIRS).items())
     lines = [
         _ABOUT.format(
             mlx_lm=results.mlx_lm,
@@ -218,6 +219,7 @@ def page(results: Results) -> str:
             if name in results.ran
         ),
         "",
+        f"Some are made of one of these, and have its caches: {others}.",
         *(f"`{name}` runs with Metal alone, and has not been tried." for name in METAL_ONLY),
         *(
             f"`{name}` does not load: transformers refuses the names of its layers."

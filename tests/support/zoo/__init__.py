@@ -20,6 +20,14 @@ ZOO: dict[str, Callable[[], Config]] = {**ROWS, **WINDOWS, **RECURRENT}
 
 # Their attention is a Metal kernel: nothing of them runs elsewhere.
 METAL_ONLY = ("muse_spark",)
+# Their text model is one of the zoo, and its caches are theirs.
+WRAPPERS = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "lfm2-vl": "lfm2"}
+# Their model is one of the zoo, by inheritance, and so are their caches.
+HEIRS = {
+    "glm_moe_dsa": "deepseek_v32",
+    "qwen3_5_moe": "qwen3_5",
+    "prism_hadamard_qwen35": "qwen3_5",
+}
 
 
 def animal(name: str, dtype: mx.Dtype = mx.float32) -> Any:
