@@ -34,13 +34,15 @@ class Announcements:
         somebody's tokens  ├── held ──┼─ evicted again ┼─ worth waiting ─┤ others
 
     What is held of both is among rows_done: it was when the announcement began, or was
-    committed since. Only differences of at least `rows_min` rows count: for fewer nobody waits.
+    committed since. Nobody begins to wait for fewer than `rows_min` rows, but whoever has waited
+    goes on for an eighth of that: what the first of a crowd leaves is computed once, too.
     Waiting cannot go round in a circle: a lookup that waits has announced nothing yet and holds
     no lease, so what others wait for never waits itself.
     """
 
     def __init__(self, rows_min: int, tokens_max_per_session: int) -> None:
         self._rows_min = rows_min
+        self._rows_min_waited = max(1, rows_min // 8)
         self._tokens_max = tokens_max_per_session
         self._of_namespace: dict[bytes, dict[Announcement, None]] = {}
         self._tokens_of_session: dict[int, int] = {}
@@ -60,7 +62,8 @@ class Announcements:
         count = len(tokens) // TOKEN_BYTES
         total = self._tokens_of_session.get(session, 0) + count
         announcement = Announcement(session, namespace, tokens, rows_held, checkpoints)
-        if announcement.worth(count) - rows_held < self._rows_min or total > self._tokens_max:
+        few = announcement.worth(count) - rows_held < self._rows_min_waited
+        if few or total > self._tokens_max:
             return None
         self._of_namespace.setdefault(namespace, {})[announcement] = None
         self._tokens_of_session[session] = total
@@ -90,7 +93,9 @@ class Announcements:
                 news = True
         return news
 
-    def rows_to_come(self, namespace: bytes, tokens: bytes, rows_held: int = 0) -> int:
+    def rows_to_come(
+        self, namespace: bytes, tokens: bytes, rows_held: int = 0, waited: bool = False
+    ) -> int:
         """Rows of `tokens` that somebody has announced and that are to come; 0 if that is few.
 
         `rows_held` can be served already: a checkpoint of another sequence may be deeper than
@@ -101,7 +106,7 @@ class Announcements:
         for announcement in self._of_namespace.get(namespace, ()):
             worth = announcement.worth(_shared(tokens, announcement.tokens))
             to_come = max(to_come, worth - max(announcement.rows_done, rows_held))
-        return to_come if to_come >= self._rows_min else 0
+        return to_come if to_come >= (self._rows_min_waited if waited else self._rows_min) else 0
 
     def check(self, of_leases: list[Announcement]) -> None:
         """Verify every invariant, given the announcements of all leases."""

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, MutableMapping
+from dataclasses import replace
 from typing import TypeVar
 
 from cachestore import messages
@@ -64,9 +65,11 @@ class CachestoreService(CatalogService):
         def lookup(session: int, now: float) -> Match:
             """In one step, so that of several that waited for the same rows one is told to
             compute them, and the others see its announcement."""
+            nonlocal query
             require_wait(request.wait_seconds)
             may_wait = now < deadline and len(self._calls.waiting) < self._config.max_waiting
             if may_wait and self._store.rows_to_come(query, now):
+                query = replace(query, waited=True)
                 raise RowsToCome(deadline - now)
             return self._store.lookup(session, query, now)
 

@@ -23,7 +23,7 @@ from cachestore.validation import (
 class Query:
     """Who asks wants at most `limit` rows, and when `checkpointed` only such as have a checkpoint
     behind them. To `announce` is to promise the rows that are missing, and checkpoints at these
-    positions."""
+    positions. Who has `waited` for rows goes on doing so for fewer of them."""
 
     namespace: bytes
     tokens: bytes
@@ -31,6 +31,7 @@ class Query:
     announce: bool = False
     checkpointed: bool = False
     checkpoints: tuple[int, ...] = ()
+    waited: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +94,14 @@ class Serving:
     def rows_to_come(self, query: Query) -> int:
         """Rows that a lookup could be served if it waited: announced by somebody, not held yet.
 
-        0 when they are fewer than a record. Changes nothing.
+        0 when they are few, as Announcements says. Changes nothing.
         """
         self.require(query)
         wanted = query.tokens[: query.limit * TOKEN_BYTES]
-        to_come = self._announcements.rows_to_come(query.namespace, wanted)
+        to_come = self._announcements.rows_to_come(query.namespace, wanted, 0, query.waited)
         if to_come and query.checkpointed:
             usable = _usable(self._holdings.walk(query.namespace, wanted), query.limit)
-            return self._announcements.rows_to_come(query.namespace, wanted, usable)
+            return self._announcements.rows_to_come(query.namespace, wanted, usable, query.waited)
         return to_come
 
     def lookup(self, session: int, query: Query, now: float) -> Match:

@@ -129,7 +129,7 @@ class Store:
     def rows_to_come(self, query: Query, now: float) -> int:
         """Rows that a lookup could be served if it waited: announced by somebody, not held yet.
 
-        0 when they are fewer than a record. Changes nothing but what has lapsed.
+        0 when they are few, as Announcements says. Changes nothing but what has lapsed.
         """
         self.expire(now)
         return self._serving.rows_to_come(query) if self.sound else 0

@@ -222,7 +222,10 @@ class StoreMachine(RuleBasedStateMachine):
     ) -> Match:
         if namespace == CHECKPOINTED:
             positions = positions or []
-        to_come = self.bench.rows_to_come(ids, limit, namespace, positions)
+        to_come, waiting_on = (
+            self.bench.rows_to_come(ids, limit, namespace, positions, waited)
+            for waited in (False, True)
+        )
         match = self.bench.lookup(ids, limit, namespace, session, announce, positions)
         expected = max(
             (
@@ -232,6 +235,7 @@ class StoreMachine(RuleBasedStateMachine):
             default=0,
         )
         assert to_come == (expected if expected >= RECORD_TOKENS else 0)
+        assert waiting_on == max(0, expected)
         assert match.rows <= limit
         assert match.rows == sum(span.rows for span in match.spans)
         rows = tuple(fingerprint(namespace, ids[: n + 1]) for n in range(match.rows))
@@ -269,7 +273,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.release(self.sessions[0], [match.lease_id], self.bench.now)
             done = match.rows
         announced = Announced(ids, done, positions)
-        return announced if announced.worth(ids) - done >= RECORD_TOKENS else None
+        return announced if announced.worth(ids) > done else None
 
     def announcements(self, namespace: bytes) -> list[Announced]:
         return [

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -155,9 +155,10 @@ class Bench:
         limit: int | None = None,
         namespace: bytes = NAMESPACE,
         checkpoints: Sequence[int] | None = None,
+        waited: bool = False,
     ) -> int:
         query = self.query(ids, limit, namespace, checkpoints=checkpoints)
-        return self.store.rows_to_come(query, self.now)
+        return self.store.rows_to_come(replace(query, waited=waited), self.now)
 
     def query(
         self,

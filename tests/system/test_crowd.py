@@ -1,7 +1,11 @@
 """One prefill for a crowd: requests on one cold prefix wait for whoever computes it first."""
 
+import contextlib
+import itertools
+import random
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -9,105 +13,134 @@ import numpy as np
 import pytest
 
 from engine.v1 import engine_pb2 as pb
-from tests.support.daemons import Cachestore
+from tests.support.daemons import Cachestore, short_directory, start_cachestore
 from tests.support.engines import EngineDaemon, connect, ids, start_engine
 from tests.support.models import save_tiny_model
 from tests.support.waiting import until
 
-PREFIX = [int(t) for t in np.random.default_rng(1).integers(0, 256, 1000)]
-TAIL, CROWD, RECORD = 7, 8, 256
+PREFIX, TAIL, CROWD, RECORD = 1000, 7, 8, 256
+# At most, of a whole crowd, whatever happens to the first of it.
+COMPUTED_MAX = PREFIX + CROWD * TAIL + RECORD
 # Slow enough that a crowd arrives while the first one computes.
 FLAGS = ("--cache-codec", "none", "--prefill-step", "16")
+# Prompt tokens that the leader has computed when it is cancelled.
+STEPS = (0, *random.Random(0).sample(range(1, PREFIX), 3), PREFIX)
 
 
-def tail(number: int) -> list[int]:
-    return [int(t) for t in np.random.default_rng(100 + number).integers(0, 256, TAIL)]
+def request(prompt: list[int]) -> pb.GenerateRequest:
+    return pb.GenerateRequest(prompt=ids(prompt), max_tokens=6, ignore_eos=True)
 
 
-@pytest.fixture
-def model(directory: Path) -> Path:
-    return save_tiny_model(directory / "model")
+def reply(engine: EngineDaemon, prompt: list[int]) -> list[int]:
+    with connect(engine.listen) as stub:
+        replies = stub.Generate(request(prompt), timeout=60)
+        return [token for each in replies for token in each.delta.token_ids]
 
 
-@pytest.fixture
-def expected(directory: Path, model: Path) -> list[list[int]]:
-    """Replies of an engine without a store."""
-    with start_engine(directory, model, "--cachestore", "off", name="cold") as engine:
-        return [reply(engine, number)[0] for number in range(CROWD)]
+def computed(*engines: EngineDaemon) -> int:
+    """Prompt tokens that they have run through the model, since start."""
+    total = 0
+    for engine in engines:
+        with connect(engine.listen) as stub:
+            total += stub.Stats(pb.StatsRequest()).prefilled_tokens
+    return total
 
 
-@pytest.fixture
-def engines(
-    directory: Path, model: Path, cachestore: Cachestore, expected: list[list[int]]
-) -> Iterator[list[EngineDaemon]]:
-    flags = ("--cachestore", f"unix:{cachestore.socket}", *FLAGS)
-    with (
-        start_engine(directory, model, *flags, name="one") as one,
-        start_engine(directory, model, *flags, name="two") as two,
-    ):
-        yield [one, two]
+@dataclass
+class Stage:
+    directory: Path
+    model: Path
+    store: Cachestore
+    engines: tuple[EngineDaemon, EngineDaemon]
+    cold: EngineDaemon
+    seeds: Iterator[int]
+
+    def crowd(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Prompts on a prefix that nobody has asked for, and the replies of a cold run."""
+        draw = np.random.default_rng(next(self.seeds))
+        prefix, *tails = (draw.integers(0, 256, n).tolist() for n in (PREFIX, *[TAIL] * CROWD))
+        prompts = [prefix + tail for tail in tails]
+        return prompts, [reply(self.cold, prompt) for prompt in prompts]
 
 
-def reply(engine: EngineDaemon, number: int) -> tuple[list[int], pb.Done]:
-    tokens, _, done = engine.generate(
-        prompt=ids(PREFIX + tail(number)), max_tokens=6, ignore_eos=True
-    )
-    return tokens, done
+@contextlib.contextmanager
+def using(directory: Path, model: Path, store: Cachestore, name: str) -> Iterator[EngineDaemon]:
+    """An engine that uses the store already."""
+    flags = ("--cachestore", f"unix:{store.socket}", *FLAGS)
+    with start_engine(directory, model, *flags, name=name) as engine:
+        with connect(engine.listen) as stub:
+            until(lambda: stub.GetModel(pb.GetModelRequest()).namespace, "the weights' digest")
+        yield engine
 
 
-def computed(done: list[pb.Done]) -> int:
-    return sum(d.usage.prompt_tokens - d.usage.cached_tokens for d in done)
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    with short_directory() as directory, start_cachestore(directory) as store:
+        model = save_tiny_model(directory / "model")
+        with (
+            using(directory, model, store, "one") as one,
+            using(directory, model, store, "two") as two,
+            start_engine(directory, model, "--cachestore", "off", name="cold") as cold,
+        ):
+            yield Stage(directory, model, store, (one, two), cold, itertools.count())
 
 
-@pytest.mark.parametrize("engine_count", [1, 2])
-def test_a_crowd_prefills_its_prefix_once(
-    engines: list[EngineDaemon], expected: list[list[int]], engine_count: int
-) -> None:
-    with ThreadPoolExecutor(CROWD) as pool:
-        replies = list(pool.map(lambda n: reply(engines[n % engine_count], n), range(CROWD)))
-    assert [tokens for tokens, _ in replies] == expected
-    assert computed([done for _, done in replies]) <= len(PREFIX) + CROWD * TAIL + RECORD
-
-
-@pytest.mark.parametrize("engine_count", [1, 2])
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_follower_goes_on_when_the_leader_is_cancelled(
-    engines: list[EngineDaemon],
-    expected: list[list[int]],
-    cachestore: Cachestore,
-    engine_count: int,
-    begun: bool,
-) -> None:
-    with connect(engines[0].listen) as stub, ThreadPoolExecutor(CROWD) as pool:
-        request = pb.GenerateRequest(prompt=ids(PREFIX + tail(0)), max_tokens=6, ignore_eos=True)
-        leader = stub.Generate(request)
-        until(lambda: cachestore.stats().announced == 1, "the leader to announce")
-        followers = [pool.submit(reply, engines[n % engine_count], n) for n in range(1, CROWD)]
-        until(lambda: cachestore.stats().waiting == CROWD - 1, "the others to wait")
-        if begun:
-            next(leader)
-        leader.cancel()
-        replies = [follower.result(timeout=60) for follower in followers]
-    assert [tokens for tokens, _ in replies] == expected[1:]
-    most = len(PREFIX) + CROWD * TAIL + RECORD
-    assert computed([done for _, done in replies]) <= most
-    stats = cachestore.stats()
+@contextlib.contextmanager
+def led(
+    stage: Stage, leader: EngineDaemon, prompts: list[list[int]], engines: tuple[EngineDaemon, ...]
+) -> Iterator[tuple[grpc.Call, list[Future[list[int]]]]]:
+    """The first of a crowd computes, and the others wait for it, each in one of the engines."""
+    with connect(leader.listen) as stub, ThreadPoolExecutor(CROWD) as pool:
+        first = stub.Generate(request(prompts[0]))
+        until(lambda: stage.store.stats().announced == 1, "the leader to announce")
+        others = [
+            pool.submit(reply, engine, prompt)
+            for prompt, engine in zip(prompts[1:], itertools.cycle(engines), strict=False)
+        ]
+        until(lambda: stage.store.stats().waiting == len(others), "the others to wait")
+        yield first, others
+    stats = stage.store.stats()
     assert (stats.waiting, stats.announced) == (0, 0)
 
 
-def test_a_follower_goes_on_when_the_leaders_engine_is_killed(
-    engines: list[EngineDaemon], expected: list[list[int]], cachestore: Cachestore
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_crowd_prefills_its_prefix_once(stage: Stage, count: int) -> None:
+    engines = stage.engines[:count]
+    prompts, expected = stage.crowd()
+    before = computed(*engines)
+    with ThreadPoolExecutor(CROWD) as pool:
+        replies = list(pool.map(reply, itertools.cycle(engines), prompts))
+    assert replies == expected
+    assert computed(*engines) - before <= COMPUTED_MAX
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_follower_goes_on_when_the_leader_is_cancelled(
+    stage: Stage, step: int, count: int
 ) -> None:
-    one, two = engines
-    with connect(one.listen) as stub, ThreadPoolExecutor(2) as pool:
-        request = pb.GenerateRequest(prompt=ids(PREFIX + tail(0)), max_tokens=6, ignore_eos=True)
-        leader = stub.Generate(request)
-        until(lambda: cachestore.stats().announced == 1, "the leader to announce")
-        followers = [pool.submit(reply, two, n) for n in (1, 2)]
-        until(lambda: cachestore.stats().waiting == 2, "the others to wait")
-        one.kill()
+    engines = stage.engines[:count]
+    prompts, expected = stage.crowd()
+    before = computed(*engines)
+    with led(stage, engines[0], prompts, engines) as (leader, followers):
+        until(lambda: computed(*engines) - before >= step, f"{step} tokens")
+        leader.cancel()
+        replies = [follower.result(timeout=60) for follower in followers]
+    assert replies == expected[1:]
+    assert computed(*engines) - before <= COMPUTED_MAX
+
+
+def test_a_follower_goes_on_when_the_leaders_engine_is_killed(stage: Stage) -> None:
+    _, two = stage.engines
+    prompts, expected = stage.crowd()
+    before = computed(two)
+    with (
+        using(stage.directory, stage.model, stage.store, "three") as three,
+        led(stage, three, prompts[:3], (two,)) as (leader, followers),
+    ):
+        three.kill()
         with pytest.raises(grpc.RpcError):
             list(leader)
         replies = [follower.result(timeout=60) for follower in followers]
-    assert [tokens for tokens, _ in replies] == expected[1:3]
-    assert computed([done for _, done in replies]) <= len(PREFIX) + 2 * TAIL + RECORD
+    assert replies == expected[1:3]
+    assert computed(two) - before <= PREFIX + 2 * TAIL + RECORD

@@ -269,12 +269,12 @@ class LookupRequest(_message.Message):
     announce: _builtins.bool
     """The caller will compute the rows of all its tokens that are missing, and commit them. Opens
     a lease also for a miss; the announcement ends with that lease. It has no effect on others
-    when fewer rows are missing than a record holds (256 by default), or when the session's
+    when fewer rows are missing than an eighth of a record (32 by default), or when the session's
     announcements take more than 4,194,304 tokens.
     """
     wait_seconds: _builtins.float
-    """Answer only once no one has announced rows, at least as many as a record holds, that could
-    be served beyond those held now; but not later than after that many seconds, 0 to 120. The
+    """Answer only once no one has announced rows, at least as many as a record holds (256 by
+    default), that could be served beyond those held now; but not later than after that many seconds, 0 to 120. The
     call's own deadline has to be longer. With 128 calls waiting already, do not wait.
     """
     checkpointed: _builtins.bool

@@ -125,8 +125,8 @@ class CachestoreServicer:
         One prefill for a crowd: each caller sets `announce` and `wait_seconds`. The first one is
         answered at once and computes what is missing. The others, of any session, are answered when
         its rows have been committed, or else when its lease has ended in any way: then the one that
-        has waited longest is answered, announces, and the others go on waiting for that one. A call
-        that waits holds no lease and has announced nothing, and does not count as a lookup yet.
+        has waited longest is answered, announces, and the others go on waiting for that one, if it
+        computes an eighth of a record's rows at least that they share. A call that waits holds no lease and has announced nothing, and does not count as a lookup yet.
         A caller with an announcement of its own must not wait for more of the same tokens: it would
         wait for itself.
         """
