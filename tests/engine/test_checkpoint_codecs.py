@@ -22,7 +22,7 @@ from engine.kv.rotating import WindowKVCache
 from engine.kv.states import Chunk, Window
 from engine.kv.turboquant import TurboQuant
 from engine.kvconfig import KvConfig
-from tests.support.checkpoints import feed, path_at, save
+from tests.support.checkpoints import feed, flat, path_at, save
 from tests.support.models import (
     gemma3_config,
     llama4_config,
@@ -146,6 +146,9 @@ def test_what_is_quantized_already_stays_as_it_is(gemma: Any, kv: KvConfig, posi
         assert after.keep == before.keep
         for was, found in zip(rows_of(before), rows_of(after), strict=True):
             assert np.array_equal(was, found)
+    for leaf in leaves(restored):
+        held = min(position, getattr(leaf, "max_size", position))
+        assert {array.shape[2] for array in flat(leaf.state)} == {held}
     rest = [[token] for token in TOKENS[position:][:20]]
     expected = feed(gemma, caches, *rest)
     assert mx.abs(feed(gemma, saved.restore(), *rest) - expected).max() <= 1e-5

@@ -16,7 +16,7 @@ from engine.kv import kinds
 from engine.kv.codec import CodecPolicy
 from engine.kv.layout import probe
 from engine.kv.live import LiveCaches
-from tests.support.checkpoints import Saved, feed, lossless, path_at, save, save_checkpoint
+from tests.support.checkpoints import Saved, feed, flat, lossless, path_at, save, save_checkpoint
 from tests.support.zoo import animal
 from tests.support.zoo.window import WINDOW
 
@@ -169,13 +169,6 @@ def test_what_comes_back_has_exactly_the_rows_before_the_position(
 def bytes_of(saved: Saved) -> list[bytes]:
     sources = [*saved.rows, *([saved.checkpoint] if saved.checkpoint else [])]
     return [bytes(source.view) for source in sources]
-
-
-def flat(state: Any) -> list[mx.array]:
-    """The arrays in it."""
-    if isinstance(state, list | tuple):
-        return [array for part in state for array in flat(part)]
-    return [state] if isinstance(state, mx.array) else []
 
 
 def poison(leaf: Any, position: int) -> None:

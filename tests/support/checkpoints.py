@@ -91,3 +91,10 @@ def feed(model: Any, caches: Sequence[Any], *chunks: Sequence[int]) -> mx.array:
         logits = model(mx.array([list(chunk)]), cache=list(caches))[0, -1]
         mx.eval(logits, [leaf.state for leaf in kinds.leaves(caches)])
     return logits
+
+
+def flat(state: Any) -> list[mx.array]:
+    """The arrays in it."""
+    if isinstance(state, list | tuple):
+        return [array for part in state for array in flat(part)]
+    return [state] if isinstance(state, mx.array) else []
