@@ -184,14 +184,6 @@ LOOKUP_STATE = pb.LookupRequest(
     checkpointed=True,
     checkpoints=[100, 299],
 )
-RESERVE_STATE = pb.ReserveRequest(
-    namespace=CHECKPOINTED,
-    tokens=SEQUENCE,
-    row_bytes=1,
-    checkpointed=True,
-    checkpoints=[pb.NewCheckpoint(position=n, bytes=1000) for n in (100, 299)],
-    conversation_start=50,
-)
 
 
 def state_request(*positions: int, nbytes: int = 1, start: int = 0) -> pb.ReserveRequest:
@@ -206,6 +198,7 @@ def state_request(*positions: int, nbytes: int = 1, start: int = 0) -> pb.Reserv
     )
 
 
+RESERVE_STATE = state_request(100, 299, nbytes=1000, start=50)
 REQUESTS: list[tuple[str, Message]] = [
     ("Lookup", LOOKUP),
     ("Lookup", LOOKUP_STATE),

@@ -222,10 +222,8 @@ class StoreMachine(RuleBasedStateMachine):
     ) -> Match:
         if namespace == CHECKPOINTED:
             positions = positions or []
-        to_come, waiting_on = (
-            self.bench.rows_to_come(ids, limit, namespace, positions, waited)
-            for waited in (False, True)
-        )
+        to_come = self.bench.rows_to_come(ids, limit, namespace, positions)
+        waiting_on = self.bench.rows_to_come(ids, limit, namespace, positions, waited=True)
         match = self.bench.lookup(ids, limit, namespace, session, announce, positions)
         expected = max(
             (
