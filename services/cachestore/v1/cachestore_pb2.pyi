@@ -274,8 +274,9 @@ class LookupRequest(_message.Message):
     """
     wait_seconds: _builtins.float
     """Answer only once no one has announced rows, at least as many as a record holds (256 by
-    default), that could be served beyond those held now; but not later than after that many seconds, 0 to 120. The
-    call's own deadline has to be longer. With 128 calls waiting already, do not wait.
+    default), that could be served beyond those held now; but not later than after that many
+    seconds, 0 to 120. The call's own deadline has to be longer. With 128 calls waiting already,
+    do not wait.
     """
     checkpointed: _builtins.bool
     """Rows are of no use to the caller without a checkpoint: only those up to the deepest one, at

@@ -126,9 +126,9 @@ class CachestoreServicer:
         answered at once and computes what is missing. The others, of any session, are answered when
         its rows have been committed, or else when its lease has ended in any way: then the one that
         has waited longest is answered, announces, and the others go on waiting for that one, if it
-        computes an eighth of a record's rows at least that they share. A call that waits holds no lease and has announced nothing, and does not count as a lookup yet.
-        A caller with an announcement of its own must not wait for more of the same tokens: it would
-        wait for itself.
+        computes an eighth of a record's rows at least that they share. A call that waits holds no
+        lease and has announced nothing, and does not count as a lookup yet. A caller with an
+        announcement of its own must not wait for more of the same tokens: it would wait for itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -56,9 +56,9 @@ class CachestoreStub:
     answered at once and computes what is missing. The others, of any session, are answered when
     its rows have been committed, or else when its lease has ended in any way: then the one that
     has waited longest is answered, announces, and the others go on waiting for that one, if it
-    computes an eighth of a record's rows at least that they share. A call that waits holds no lease and has announced nothing, and does not count as a lookup yet.
-    A caller with an announcement of its own must not wait for more of the same tokens: it would
-    wait for itself.
+    computes an eighth of a record's rows at least that they share. A call that waits holds no
+    lease and has announced nothing, and does not count as a lookup yet. A caller with an
+    announcement of its own must not wait for more of the same tokens: it would wait for itself.
     """
     Renew: _grpc.UnaryUnaryMultiCallable[_cachestore_pb2.RenewRequest, _cachestore_pb2.RenewResponse]
     """Extends leases, and says of each whether it was valid all the while."""
@@ -120,9 +120,9 @@ class CachestoreAsyncStub(CachestoreStub):
     answered at once and computes what is missing. The others, of any session, are answered when
     its rows have been committed, or else when its lease has ended in any way: then the one that
     has waited longest is answered, announces, and the others go on waiting for that one, if it
-    computes an eighth of a record's rows at least that they share. A call that waits holds no lease and has announced nothing, and does not count as a lookup yet.
-    A caller with an announcement of its own must not wait for more of the same tokens: it would
-    wait for itself.
+    computes an eighth of a record's rows at least that they share. A call that waits holds no
+    lease and has announced nothing, and does not count as a lookup yet. A caller with an
+    announcement of its own must not wait for more of the same tokens: it would wait for itself.
     """
     Renew: _aio.UnaryUnaryMultiCallable[_cachestore_pb2.RenewRequest, _cachestore_pb2.RenewResponse]  # type: ignore[assignment]
     """Extends leases, and says of each whether it was valid all the while."""
@@ -187,9 +187,9 @@ class CachestoreServicer(metaclass=_abc_1.ABCMeta):
         answered at once and computes what is missing. The others, of any session, are answered when
         its rows have been committed, or else when its lease has ended in any way: then the one that
         has waited longest is answered, announces, and the others go on waiting for that one, if it
-        computes an eighth of a record's rows at least that they share. A call that waits holds no lease and has announced nothing, and does not count as a lookup yet.
-        A caller with an announcement of its own must not wait for more of the same tokens: it would
-        wait for itself.
+        computes an eighth of a record's rows at least that they share. A call that waits holds no
+        lease and has announced nothing, and does not count as a lookup yet. A caller with an
+        announcement of its own must not wait for more of the same tokens: it would wait for itself.
         """
 
     @_abc_1.abstractmethod
