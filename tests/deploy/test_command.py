@@ -202,6 +202,7 @@ def test_status_says_with_its_exit_code_whether_all_run(
         *("cachestore", "not serving"),
         None,
     )
+    assert found["problem"] == ""
 
 
 def test_status_says_what_it_can_when_the_settings_are_broken(
@@ -215,6 +216,9 @@ def test_status_says_what_it_can_when_the_settings_are_broken(
     assert said.count(" running ") == 2
     for name in NAMES:
         assert f"{name}: {linux.place.config}: Expected ']'" in said
+    assert service("status", "--json") == 0
+    for found in json.loads(capsys.readouterr().out):
+        assert found["problem"].startswith(f"{found['service']}: {linux.place.config}: Expected")
     (definition,) = linux.place.definitions.glob("*engine*")
     definition.write_text("[Service]\n")
     assert service("status", "--only", "engine") == 0

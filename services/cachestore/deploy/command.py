@@ -137,15 +137,14 @@ def _changing(change: Callable[[Installer, Sequence[str]], None]) -> _Run:
 
 def _status(flags: argparse.Namespace, _place: Place, installer: Installer) -> int:
     found = installer.status(_names(flags))
-    reports = [_report(one) for one in found]
     if flags.json:
-        _say(json.dumps(reports, indent=2))
+        _say(json.dumps([{**_report(one), "problem": one.problem} for one in found], indent=2))
     else:
         table = Table(box=None, pad_edge=False)
         for heading in ("service", "state", "process", "since", "last exit", "address"):
             table.add_column(heading, overflow="fold")
-        for report in reports:
-            table.add_row(*("" if cell is None else str(cell) for cell in report.values()))
+        for one in found:
+            table.add_row(*("" if cell is None else str(cell) for cell in _report(one).values()))
         Console(highlight=False).print(table)
         for one in found:
             if one.problem:
