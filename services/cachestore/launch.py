@@ -19,45 +19,48 @@ _LOG_BYTES_MAX = 1 << 20
 
 
 class LaunchError(Exception):
-    """The daemon did not come up; the message has the last line of its log."""
+    """The daemon did not come up; the message has the last line of its crash log."""
 
 
 def spawn(
     socket_path: str | Path,
     budget: str | None,
     idle_exit_seconds: float,
-    log_path: str | Path,
+    log: Path,
     cancelled: threading.Event | None = None,
     config: Path | None = None,
 ) -> None:
     """Starts `cachestore serve` in a session of its own and waits until it takes connections.
 
-    Losing the race against another starter counts as success. Output is appended to `log_path`,
-    which is emptied first when it has grown long. `config` is its file of settings; its variables
-    are the starter's. Raises LaunchError, also once `cancelled` is set.
+    Losing the race against another starter counts as success. It keeps the file `log` itself; what
+    it says when it cannot start, or dies, is appended to the crash log beside that, which is
+    emptied first when it has grown long. `config` is its file of settings; its variables are the
+    starter's. Raises LaunchError, also once `cancelled` is set.
     """
     # -P and the root directory: the daemon must not import what lies in the starter's directory.
     command = [sys.executable, "-P", "-m", "cachestore", "serve"]
-    command += ["--idle-exit", str(idle_exit_seconds)]
+    command += ["--idle-exit", str(idle_exit_seconds), "--log-file", str(log.absolute())]
     command += ["--budget", budget] if budget else []
     command += ["--config", str(config)] if config else []
     try:
         path = endpoint.socket_path(socket_path, flag="--socket", suffix=endpoint.SESSION_SUFFIX)
-        _launch([*command, "--socket", str(path)], path, Path(log_path), cancelled)
+        _launch([*command, "--socket", str(path)], path, log.with_suffix(".crash.log"), cancelled)
     except (endpoint.EndpointError, OSError) as error:
         raise LaunchError(f"cachestore cannot be started: {error}") from error
 
 
-def _launch(command: list[str], path: Path, log: Path, cancelled: threading.Event | None) -> None:
+def _launch(
+    command: list[str], path: Path, crash_log: Path, cancelled: threading.Event | None
+) -> None:
     cancelled = cancelled or threading.Event()
-    log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    crash_log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     for _ in range(_ATTEMPTS):
-        log_start = _begin(log)
-        daemon = _start(command, log)
+        start = _begin(crash_log)
+        daemon = _start(command, crash_log)
         if _answers(path, _START_SECONDS, cancelled, daemon):
             return
         code = daemon.poll()
-        said = _last_line(log, log_start)
+        said = _last_line(crash_log, start)
         if code is None:
             raise LaunchError(f"cachestore did not start in time: {said}")
         if code != endpoint.EXIT_HELD:
@@ -133,4 +136,4 @@ def _last_line(log: Path, start: int) -> str:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(start, size - _LOG_TAIL_BYTES))
         lines = file.read().decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "nothing in its log"
+    return lines[-1] if lines else f"nothing in {log}"

@@ -69,13 +69,17 @@ def config_of(flags: argparse.Namespace, program: str) -> LogConfig:
     asked = getattr(flags, "log_file", None)
     file = None if asked is None else Path(asked)
     if asked == AUTO:
-        file = folder() / f"{program}.log"
+        file = file_in_folder(program)
     return LogConfig(flags.log_level, getattr(flags, "log_format", "plain"), file)
 
 
 def folder() -> Path:
     """The platform's directory for our logs. May not exist yet."""
     return platformdirs.user_log_path("mlx-cachestore")
+
+
+def file_in_folder(program: str) -> Path:
+    return folder() / f"{program}.log"
 
 
 def begin(settings: LogConfig) -> None:

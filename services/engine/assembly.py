@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from cachestore import client as cachestore_client
-from cachestore import endpoint, record
+from cachestore import endpoint, logs, record
 from cachestore.client import StoreRefused, StoreUnavailable
 from engine import backend, config, identity, model, selfcheck
 from engine.backend import Backend
@@ -212,13 +212,14 @@ def _link(settings: EngineConfig) -> StoreLink | None:
 
 
 def _spawn(path: Path, settings: EngineConfig, cancelled: threading.Event) -> None:
-    log.info("starting a cachestore at %s", path)
+    log_file = settings.cachestore_log or logs.file_in_folder("cachestore")
+    log.info("starting a cachestore at %s; its log is %s", path, log_file)
     budget_bytes = settings.cachestore_budget_bytes
     cachestore_client.spawn(
         path,
         None if budget_bytes is None else str(budget_bytes),
         settings.idle_exit_seconds or config.IDLE_EXIT_SECONDS_DEFAULT,
-        path.with_name("cachestore.log"),
+        log_file,
         cancelled,
         settings.config_file,
     )

@@ -125,8 +125,10 @@ class EngineConfig:
     adapter: Path | None = None
     cachestore_budget_bytes: int | None = None
     idle_exit_seconds: float | None = None
-    # With "auto": where the store is, unless in the runtime directory, and its file of settings.
+    # With "auto": where the store is, unless in the runtime directory, and its log, unless in the
+    # user's log folder; and its file of settings.
     cachestore_socket: Path | None = None
+    cachestore_log: Path | None = None
     config_file: Path | None = None
     cache_codec: str | None = None
     cache_min_quantize_tokens: int | None = None

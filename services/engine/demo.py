@@ -31,6 +31,7 @@ from engine.v1 import engine_pb2 as pb
 REPLY_TOKENS = 32
 STOP_SECONDS = 10.0
 STORE_SECONDS = 10.0
+_STORE_LOG = f"{variables.PREFIX}CACHESTORE_LOG_FILE"
 QUESTIONS = (
     ("cold", "Which company runs the harbour ferry?"),
     ("warm", "When does the last ferry leave on Sunday?"),
@@ -89,7 +90,11 @@ def run(flags: argparse.Namespace) -> int:
 
 def _phases(flags: argparse.Namespace, directory: Path, say: Callable[[str], None]) -> list[Phase]:
     listen = Listen(directory / "engine.sock", None)
-    environment = {**settings.silenced(), variables.RUNTIME_DIR: str(directory)}
+    environment = {
+        **settings.silenced(),
+        variables.RUNTIME_DIR: str(directory),
+        _STORE_LOG: str(directory / "cachestore.log"),
+    }
     arguments = kvflags.serve_words(flags.model, listen, flags)
     phases = []
     with (directory / "engine.log").open("ab") as log:

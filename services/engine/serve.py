@@ -147,7 +147,11 @@ def _with_store(settings: EngineConfig, file: Path | None) -> EngineConfig:
         raise ConfigError(said.origins.told(error)) from None
     idle_exit = settings.idle_exit_seconds or said.idle_exit
     return replace(
-        settings, cachestore_socket=socket, idle_exit_seconds=idle_exit, config_file=file
+        settings,
+        idle_exit_seconds=idle_exit,
+        cachestore_socket=socket,
+        cachestore_log=logs.config_of(said, store.TABLE).file,
+        config_file=file,
     )
 
 

@@ -255,8 +255,7 @@ def test_spawn_starts_a_daemon_that_outlives_us_once(directory: Path) -> None:
 
 
 def test_spawn_reports_the_end_of_the_log(directory: Path) -> None:
-    log = directory / "c.log"
-    log.write_text("an older story\n")
+    (directory / "c.crash.log").write_text("an older story\n")
     with pytest.raises(LaunchError, match="ended with 2: error: --budget") as failure:
-        spawn(directory / "c.sock", "3", 600, log)
+        spawn(directory / "c.sock", "3", 600, directory / "c.log")
     assert "older" not in str(failure.value)

@@ -79,10 +79,10 @@ def test_only_the_last_line_of_the_log_is_told(
 
 @pytest.mark.parametrize(("size", "kept"), [(1 << 20, True), ((1 << 20) + 1, False)])
 def test_a_log_that_has_grown_long_begins_anew(directory: Path, size: int, kept: bool) -> None:
-    log = directory / "c.log"
+    log = directory / "c.crash.log"
     log.write_bytes(b"x" * size)
     with pytest.raises(LaunchError, match=r"ended with 2: error: --budget"):
-        spawn(directory / "c.sock", "3", 600, log)
+        spawn(directory / "c.sock", "3", 600, directory / "c.log")
     assert log.read_text().startswith("x") == kept
 
 

@@ -10,12 +10,13 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from cachestore import endpoint
+from cachestore import endpoint, variables
 from cachestore.client import Client, StoreUnavailable
 from cachestore.v1 import cachestore_pb2 as pb
 from tests.support.waiting import until
 
 _PROGRAM = (sys.executable, "-m", "cachestore")
+STORE_LOG = "MLX_CACHESTORE_CACHESTORE_LOG_FILE"
 
 
 @contextlib.contextmanager
@@ -29,6 +30,14 @@ def short_directory() -> Iterator[Path]:
             # A daemon that ends by itself may remove its own files at the same time.
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(path)
+
+
+def own_places(directory: Path) -> dict[str, str]:
+    """Environment of an engine whose sockets, and the log of whose store, are in `directory`."""
+    return {
+        variables.RUNTIME_DIR: str(directory),
+        STORE_LOG: str(directory / "cachestore.log"),
+    }
 
 
 class Cachestore:

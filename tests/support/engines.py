@@ -25,6 +25,7 @@ from engine.remote import EngineProcess, connect
 from engine.request import Delta, Done, Event, Failed, Request, Sampling
 from engine.rows import State
 from engine.v1 import engine_pb2 as pb
+from tests.support.daemons import own_places
 from tests.support.waiting import until
 
 Logprobs = npt.NDArray[np.float32]
@@ -245,7 +246,7 @@ def start_engine(
     """Run `engine serve` with its socket and log in `directory`, from ready until the end. Without
     a model its settings name one."""
     listen = Listen(directory / f"{name}.sock", None)
-    environment = {"MLX_CACHESTORE_RUNTIME_DIR": str(directory), **(environment or {})}
+    environment = {**own_places(directory), **(environment or {})}
     log = directory / f"{name}.log"
     with log.open("ab") as output:
         other = {} if program is None else {"program": program}

@@ -12,7 +12,7 @@ import pytest
 
 from engine.remote import connect
 from engine.v1 import engine_pb2 as pb
-from tests.support.daemons import Cachestore, end_store
+from tests.support.daemons import Cachestore, end_store, own_places
 from tests.support.engines import chat, start_engine
 from tests.support.models import llama_config, save_tiny_model
 from tests.support.waiting import until
@@ -27,7 +27,7 @@ def start(directory: Path, *flags: str) -> "subprocess.Popen[str]":
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "MLX_CACHESTORE_RUNTIME_DIR": str(directory), "NO_COLOR": "1"},
+        env={**os.environ, **own_places(directory), "NO_COLOR": "1"},
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemons import Cachestore, end_store
+from tests.support.daemons import Cachestore, end_store, own_places
 from tests.support.engines import ids, start_engine
 from tests.support.models import llama_config, save_tiny_model
 
@@ -22,7 +22,7 @@ def run(directory: Path, *words: str) -> "subprocess.CompletedProcess[str]":
         text=True,
         timeout=240,
         check=False,
-        env={**os.environ, "MLX_CACHESTORE_RUNTIME_DIR": str(directory), "NO_COLOR": "1"},
+        env={**os.environ, **own_places(directory), "NO_COLOR": "1"},
     )
 
 

@@ -1,12 +1,16 @@
 """Daemons that take their settings from a file and from the environment."""
 
+import sys
 from pathlib import Path
 
+import pytest
+
+from cachestore import admin
 from cachestore.client import Client
 from cachestore.launch import spawn
 from engine.remote import connect
 from engine.v1 import engine_pb2 as pb
-from tests.support.daemons import end_store, start_cachestore
+from tests.support.daemons import STORE_LOG, end_store, start_cachestore
 from tests.support.engines import ids, start_engine
 from tests.support.models import save_tiny_model
 from tests.support.parsers import write
@@ -25,10 +29,12 @@ def test_an_engine_and_the_store_that_it_starts_share_a_file(directory: Path) ->
     elsewhere.mkdir(mode=0o700)
     model = save_tiny_model(directory / "model")
     # Ends by itself if this test fails.
-    store = {"budget": "48MiB", "socket": str(elsewhere / "cachestore.sock"), "idle-exit": 20}
+    places = {"socket": str(elsewhere / "cachestore.sock"), "log-file": str(elsewhere / "c.log")}
+    store = {"budget": "48MiB", "idle-exit": 20, **places}
     engine = {"model": str(model), "cache-codec": "none", "max-batch": 2}
     file = write(directory / "c.toml", engine=engine, cachestore=store)
-    with start_engine(directory, None, "--config", str(file)) as daemon:
+    environment = {STORE_LOG: ""}
+    with start_engine(directory, None, "--config", str(file), environment=environment) as daemon:
         with connect(daemon.listen) as stub:
             until(lambda: stub.GetModel(pb.GetModelRequest()).namespace, "the weights' digest")
             assert stub.GetModel(pb.GetModelRequest()).name == str(model)
@@ -37,6 +43,22 @@ def test_an_engine_and_the_store_that_it_starts_share_a_file(directory: Path) ->
         assert budget_of(elsewhere / "cachestore.sock") == 48 * MIB
         assert not (directory / "cachestore.sock").exists()
     end_store(elsewhere)
+    assert "ready at" in (elsewhere / "c.log").read_text()
+    assert (elsewhere / "c.crash.log").read_text() == ""
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="no variable moves the folder there")
+def test_a_store_that_an_engine_starts_logs_where_a_service_would(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_tiny_model(directory / "model")
+    environment = {STORE_LOG: "", "XDG_STATE_HOME": str(directory / "state")}
+    with start_engine(directory, model, "--cachestore-budget", "16MiB", environment=environment):
+        pass
+    end_store(directory)
+    monkeypatch.setenv("XDG_STATE_HOME", str(directory / "state"))
+    assert admin.main(["service", "logs", "--only", "cachestore"]) == 0
+    assert "ready at" in capsys.readouterr().out
 
 
 def test_a_store_is_set_up_by_its_environment(directory: Path) -> None:

@@ -20,7 +20,7 @@ from engine import signals
 from engine.config import parse_listen
 from engine.remote import connect, model_of
 from engine.v1 import engine_pb2 as pb
-from tests.support.daemons import start_cachestore
+from tests.support.daemons import own_places, start_cachestore
 from tests.support.engines import ids, is_serving, start_engine
 from tests.support.models import save_tiny_model
 from tests.support.waiting import until
@@ -37,7 +37,7 @@ def serving(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, "MLX_CACHESTORE_RUNTIME_DIR": str(directory), **environment},
+            env={**os.environ, **own_places(directory), **environment},
         )
     try:
         yield process
@@ -158,7 +158,7 @@ def test_a_chat_waits_for_an_engine_that_loads(directory: Path) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "MLX_CACHESTORE_RUNTIME_DIR": str(directory)},
+            env={**os.environ, **own_places(directory)},
         )
         assert chat.stderr is not None
         assert "is still loading its model; waiting for it" in chat.stderr.readline()
