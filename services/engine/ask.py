@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import re
 import signal
 import sys
 import time
@@ -18,10 +19,15 @@ from engine import config, kvflags, signals
 from engine.config import Listen, parse_listen
 from engine.flags import ConfigError, bias, text_of, utf8
 from engine.remote import EngineAway, EngineProcess, connect, loads, model_of
+from engine.request import InvalidRequest, ModelLimits, request_from
 from engine.v1 import engine_pb2 as pb
 from engine.v1 import engine_pb2_grpc
 
 _POLL_SECONDS = 0.25
+# Of a model that takes whatever a message can say.
+_LARGEST = ModelLimits(2**33, 2**32, frozenset())
+# What a refusal begins with.
+_FIELD = re.compile(r"^(?:sampling\.)?(\w+)")
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),
     *("repetition_penalty", "repetition_context_size"),
@@ -85,17 +91,27 @@ def add_asking_flags(parser: argparse.ArgumentParser) -> None:
     add_engine_flags(parser)
 
 
-def request_of(flags: argparse.Namespace, prompt: pb.Prompt) -> pb.GenerateRequest:
-    """The prompt, with what the flags say."""
-    return pb.GenerateRequest(
+def request_of(flags: argparse.Namespace, logprobs: int | None = None) -> pb.GenerateRequest:
+    """What the flags say, without a prompt. Raises ConfigError for what no engine serves: better
+    now than by one that has loaded a model for it."""
+    request = pb.GenerateRequest(
         model=flags.model or "",
-        prompt=prompt,
         sampling=pb.Sampling(
             **{name: getattr(flags, name) for name in _SAMPLING}, logit_bias=dict(flags.logit_bias)
         ),
         max_tokens=flags.max_tokens,
         stop=flags.stop,
+        logprobs=logprobs,
     )
+    try:
+        request_from(request, [0], _LARGEST)
+    except InvalidRequest as error:
+        raise ConfigError(_FIELD.sub(_flag, str(error))) from None
+    return request
+
+
+def _flag(field: "re.Match[str]") -> str:
+    return "--" + field[1].replace("_", "-")
 
 
 @contextlib.contextmanager

@@ -23,9 +23,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(flags: argparse.Namespace) -> int:
     """Talk until the input ends; the exit code. Raises ConfigError and EndpointError."""
     interactive = sys.stdin.isatty()
+    asking = request_of(flags)
     try:
         with answering(flags) as stub:
-            conversation = Conversation(stub, flags)
+            conversation = Conversation(stub, asking, flags.system)
             if interactive:
                 conversation.note("Ctrl-C stops a reply, Ctrl-D ends.")
             for text in turns(interactive):
@@ -68,13 +69,16 @@ def turns(interactive: bool) -> Iterator[str]:
 class Conversation:
     """All messages so far go with each turn: the cache makes that cheap."""
 
-    def __init__(self, stub: engine_pb2_grpc.EngineStub, flags: argparse.Namespace) -> None:
+    def __init__(
+        self, stub: engine_pb2_grpc.EngineStub, asking: pb.GenerateRequest, system: str
+    ) -> None:
+        """`asking`: without a prompt."""
         self._stub = stub
-        self._flags = flags
+        self._asking = asking
         self._messages: list[pb.ChatMessage] = []
         self._console = Console(stderr=True)
-        if flags.system:
-            self._messages.append(pb.ChatMessage(role="system", content=flags.system))
+        if system:
+            self._messages.append(pb.ChatMessage(role="system", content=system))
 
     def turn(self, text: str) -> grpc.StatusCode | None:
         """Say `text` and print the reply; the status when it failed.
@@ -83,8 +87,9 @@ class Conversation:
         nothing has, the turn is taken back.
         """
         self._messages.append(pb.ChatMessage(role="user", content=text))
-        prompt = pb.Prompt(chat=pb.Chat(messages=self._messages))
-        reply = Reply(self._stub, request_of(self._flags, prompt))
+        request = pb.GenerateRequest(prompt=pb.Prompt(chat=pb.Chat(messages=self._messages)))
+        request.MergeFrom(self._asking)
+        reply = Reply(self._stub, request)
         failed: grpc.StatusCode | None = None
         whole = False
         try:

@@ -37,9 +37,8 @@ def run(flags: argparse.Namespace) -> int:
         raise ConfigError(
             "--system: a text to continue (--raw) has no messages; leave one of the two out"
         )
-    request = request_of(flags, _prompt(flags))
-    if flags.logprobs is not None:
-        request.logprobs = flags.logprobs
+    request = request_of(flags, flags.logprobs)
+    request.prompt.CopyFrom(_prompt(flags))
     try:
         with answering(flags) as stub:
             reply = Reply(stub, request)
@@ -65,6 +64,9 @@ def _prompt(flags: argparse.Namespace) -> pb.Prompt:
         text = sys.stdin.read() if flags.prompt == "-" else flags.prompt
     except UnicodeDecodeError:
         raise ConfigError("standard input: not UTF-8") from None
+    if not text:
+        source = "standard input" if flags.prompt == "-" else "prompt"
+        raise ConfigError(f"{source}: empty; give a text to answer or, with --raw, to continue")
     if flags.raw:
         return pb.Prompt(text=text)
     messages = [pb.ChatMessage(role="user", content=text)]

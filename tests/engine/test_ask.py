@@ -1,26 +1,25 @@
 """From the flags of `generate` and `chat` to a request, and what `generate --json` tells."""
 
 import argparse
+import io
 import json
 
 import pytest
 
-from engine import cli
+from engine import chat, cli, generate
 from engine.ask import add_asking_flags, request_of
 from engine.v1 import engine_pb2 as pb
 from tests.support.served import Served
-
-PROMPT = pb.Prompt(text="hello")
 
 
 def asked(*words: str) -> pb.GenerateRequest:
     parser = argparse.ArgumentParser()
     add_asking_flags(parser)
-    return request_of(parser.parse_args(words), PROMPT)
+    return request_of(parser.parse_args(words))
 
 
 def test_without_flags_everything_is_the_engines_default() -> None:
-    assert asked() == pb.GenerateRequest(prompt=PROMPT, sampling=pb.Sampling())
+    assert asked() == pb.GenerateRequest(sampling=pb.Sampling())
 
 
 def test_every_flag_reaches_its_field() -> None:
@@ -50,7 +49,7 @@ def test_every_flag_reaches_its_field() -> None:
         field.name for field in pb.Sampling.DESCRIPTOR.fields
     }
     assert asked(*words) == pb.GenerateRequest(
-        model="m", prompt=PROMPT, sampling=sampling, max_tokens=9, stop=["a", "b"]
+        model="m", sampling=sampling, max_tokens=9, stop=["a", "b"]
     )
 
 
@@ -60,6 +59,43 @@ def test_a_bias_that_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str],
         cli.main(["generate", "hello", f"--logit-bias={text}"])
     assert ended.value.code == 2
     assert "--logit-bias" in capsys.readouterr().err
+
+
+REFUSED = (
+    (["--temperature", "-1"], "--temperature: -1 is not between 0 and 100"),
+    (["--temperature", "nan"], "--temperature: nan is not between"),
+    (["--top-p", "0"], "--top-p: 0 is not above 0"),
+    (["--min-p", "2"], "--min-p: 2 is not between"),
+    (["--repetition-penalty", "-1"], "--repetition-penalty: -1 is neither 0 (off) nor"),
+    (["--presence-penalty", "inf"], "--presence-penalty: inf is not between"),
+    (["--frequency-penalty", "-101"], "--frequency-penalty: -101 is not between"),
+    (["--logit-bias", "7=101"], "--logit-bias: 101 of token 7 is not between"),
+    (["--stop", ""], "--stop: each string needs 1 to 256 bytes"),
+    (["--stop", "x"] * 17, "--stop: 17 strings, at most 16"),
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        *((["generate", "hello", *words], said) for words, said in REFUSED),
+        *((["chat", *words], said) for words, said in REFUSED),
+        (["generate", "hello", "--json", "--logprobs", "21"], "--logprobs: 21 alternatives, at"),
+        (["generate", ""], "prompt: empty"),
+        (["generate", "", "--raw"], "prompt: empty"),
+        (["generate", "-"], "standard input: empty"),
+    ],
+)
+def test_what_no_engine_serves_is_refused_before_one_is_asked_or_started(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in (chat, generate):
+        monkeypatch.setattr(module, "answering", lambda _: pytest.fail("asked"))
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert cli.main(words) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: {said}")
+    assert told.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -98,10 +134,10 @@ def test_log_probabilities_are_told_when_asked_for(
     assert "tokens" not in told(served, capsys, *words)
 
 
-def test_a_value_outside_is_named_by_the_engine(
+def test_a_value_that_only_the_model_refuses_is_named_by_the_engine(
     served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = str(served.engine.listen)
-    words = ("--engine", engine, "--frequency-penalty", "nan")
+    words = ("--engine", engine, "--top-k", "99999")
     assert cli.main(["generate", "hello", *words]) == 1
-    assert "sampling.frequency_penalty: nan" in capsys.readouterr().err
+    assert "sampling.top_k: 99999" in capsys.readouterr().err

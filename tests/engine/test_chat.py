@@ -10,6 +10,7 @@ from typing import Any, cast
 import grpc
 import pytest
 
+from engine.ask import request_of
 from engine.chat import Conversation, add_flags, turns
 from engine.flags import ConfigError
 from engine.v1 import engine_pb2 as pb
@@ -103,7 +104,7 @@ def talk(stub: Stub) -> Talk:
     parser = argparse.ArgumentParser()
     add_flags(parser)
     flags = parser.parse_args(["--system", "Be kind.", "--temperature", "0.5", "--stop", "x"])
-    conversation = Conversation(cast(Any, stub), flags)
+    conversation = Conversation(cast(Any, stub), request_of(flags), flags.system)
 
     def turn(text: str, *events: str | BaseException) -> grpc.StatusCode | None:
         stub.next = Call(list(events))
