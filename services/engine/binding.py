@@ -1,4 +1,4 @@
-"""The address that is served: reserved, then bound, before the model is loaded."""
+"""The address that is served: reserved before MLX is, bound before the model is loaded."""
 
 import contextlib
 import os

@@ -17,7 +17,7 @@ from cachestore.flags import (
     store_budget,
     whole,
 )
-from engine import backend, config, kvflags, signals
+from engine import backend, binding, config, kvflags, signals
 from engine.config import EngineConfig, Listen, parse_listen
 from engine.flags import ConfigError
 
@@ -160,7 +160,9 @@ def run(flags: argparse.Namespace) -> int:
     settings = settings_of(flags)
     signals.interrupt()
     try:
-        return _serve(settings)
+        # Before MLX, whose import takes seconds: where another engine serves, this one does not.
+        with binding.reserved(settings.listen):
+            return _serve(settings)
     except signals.Leave as leave:
         Console(stderr=True).show_cursor()  # the progress bar of a download hides it
         os._exit(leave.exit_code)

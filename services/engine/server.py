@@ -45,12 +45,13 @@ _OPTIONS = (
 
 
 def run(settings: EngineConfig) -> int:
-    """Serve until SIGTERM or SIGINT; the exit code, which is not 0 when the worker died.
+    """Serve at an address that is reserved, until SIGTERM or SIGINT; the exit code, which is not 0
+    when the worker died.
 
     Raises what Engine.start raises, and Leave when a thread that cannot be stopped stays behind.
     """
     metrics = EngineMetrics()
-    with binding.reserved(settings.listen), exporter.serving(settings.metrics, metrics):
+    with exporter.serving(settings.metrics, metrics):
         engine = Engine(settings)
         with _stopped_at_the_end(engine):
             return asyncio.run(_serve(engine, metrics))

@@ -1,12 +1,16 @@
 """Flags of `engine serve` that would have no effect, or cannot have one: errors, never ignored."""
 
+import contextlib
+import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from cachestore import endpoint
 from engine import backend, cli, config
 from engine.assembly import Engine
 from engine.backend import Backend, BackendError
@@ -87,6 +91,25 @@ def test_a_flag_that_would_do_nothing_is_one_line(
     assert said.count("\n") == 1
     assert named in said
     assert instead in said
+    assert list(directory.iterdir()) == []
+
+
+def test_an_address_that_another_has_is_refused_before_mlx_is_loaded(
+    capsys: pytest.CaptureFixture[str], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "prepare", lambda: pytest.fail("MLX is loaded"))
+    monkeypatch.setattr("engine.signals.interrupt", lambda: None)
+    path = directory / "engine.sock"
+    lock = endpoint.Lock(path, flag="--listen")
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        for listen, why in (
+            (f"unix:{path}", f"--listen: {path} is in use by process {os.getpid()}: use that"),
+            (f"127.0.0.1:{port}", f"--listen 127.0.0.1:{port}: cannot be bound"),
+        ):
+            assert cli.main(["serve", "--model", "m", "--listen", listen]) == 2
+            assert why in capsys.readouterr().err
+    lock.release()
     assert list(directory.iterdir()) == []
 
 
