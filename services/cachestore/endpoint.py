@@ -85,19 +85,22 @@ def runtime_dir() -> Path:
     Raises EndpointError unless it is a real directory of ours that nobody else can enter.
     """
     path = runtime_path()
+    elsewhere = f"set {variables.RUNTIME_DIR} to a folder of yours"
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = path.lstat()
     except OSError as error:
-        raise EndpointError(f"runtime directory {path}: {error.strerror}") from error
+        raise EndpointError(f"runtime directory {path}: {error.strerror}; {elsewhere}") from error
     if not stat.S_ISDIR(found.st_mode):
-        raise EndpointError(f"runtime directory {path}: not a directory")
+        raise EndpointError(f"runtime directory {path}: not a directory; {elsewhere}")
     if found.st_uid != os.geteuid():
-        raise EndpointError(f"runtime directory {path}: belongs to uid {found.st_uid}, not to us")
+        raise EndpointError(
+            f"runtime directory {path}: belongs to uid {found.st_uid}, not to us; {elsewhere}"
+        )
     if found.st_mode & 0o077:
         raise EndpointError(
-            f"runtime directory {path}: open to others (mode {found.st_mode & 0o777:o}), "
-            f"must be 700"
+            f"runtime directory {path}: open to others (mode {found.st_mode & 0o777:o}); "
+            f"close it, with: chmod 700 {path}"
         )
     return path
 
@@ -133,7 +136,7 @@ def socket_path(text: str | Path, *, flag: str, suffix: str = "") -> Path:
     when the path is empty or too long.
     """
     if not str(text) or "\0" in str(text):
-        raise EndpointError(f"{flag}: not a path: {str(text)!r}")
+        raise EndpointError(f"{flag}: not a path: {str(text)!r}; give that of a socket")
     path = Path(os.path.abspath(text))
     length = len(os.fsencode(path)) + len(os.fsencode(suffix))
     if length > SOCKET_BYTES_MAX:
@@ -164,17 +167,21 @@ def grpc_target(path: Path) -> str:
 def check_directory(path: Path, *, flag: str) -> None:
     """Raises EndpointError unless nobody else can replace a socket in the directory of `path`."""
     parent = path.parent
+    elsewhere = "give a path in a folder of yours"
     try:
         found = parent.stat()
     except OSError as error:
-        raise EndpointError(f"{flag}: directory {parent}: {error.strerror}") from error
+        raise EndpointError(f"{flag}: directory {parent}: {error.strerror}; {elsewhere}") from error
     if not stat.S_ISDIR(found.st_mode):
-        raise EndpointError(f"{flag}: {parent} is not a directory")
+        raise EndpointError(f"{flag}: {parent} is not a directory; {elsewhere}")
     if found.st_uid not in (os.geteuid(), 0):
-        raise EndpointError(f"{flag}: directory {parent} belongs to uid {found.st_uid}, not to us")
+        raise EndpointError(
+            f"{flag}: directory {parent} belongs to uid {found.st_uid}, not to us; {elsewhere}"
+        )
     if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
         raise EndpointError(
-            f"{flag}: others can write to directory {parent} (mode {found.st_mode & 0o777:o})"
+            f"{flag}: others can write to directory {parent} (mode {found.st_mode & 0o777:o}); "
+            f"close it, with: chmod go-w {parent}"
         )
 
 
@@ -198,7 +205,9 @@ class Lock:
             try:
                 fd = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             except OSError as error:
-                raise EndpointError(f"{self._flag}: {self._file}: {error.strerror}") from error
+                raise EndpointError(
+                    f"{self._flag}: {self._file}: {error.strerror}; give another path"
+                ) from error
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
