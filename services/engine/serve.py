@@ -13,6 +13,7 @@ from cachestore.flags import (
     add_metrics,
     add_reflection,
     cachestore_socket,
+    seconds,
     size,
     store_budget,
     whole,
@@ -108,7 +109,7 @@ def _add_store_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--idle-exit",
-        type=whole(1),
+        type=seconds,
         metavar="SECONDS",
         help="a cachestore that auto starts ends after this long without an engine (default: "
         f"{config.IDLE_EXIT_SECONDS_DEFAULT}, unless [cachestore] says otherwise)",

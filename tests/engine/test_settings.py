@@ -89,7 +89,7 @@ def test_the_engines_flags_count_before_the_settings_of_the_store(
     assert found.idle_exit_seconds == 60
     assert found.cachestore_socket == tmp_path / "s.sock"
     assert found.config_file == Path(file)
-    assert settings_of("--config", file, "--idle-exit", "5").idle_exit_seconds == 5
+    assert settings_of("--config", file, "--idle-exit", "0.25").idle_exit_seconds == 0.25
     monkeypatch.setenv("MLX_CACHESTORE_CACHESTORE_IDLE_EXIT", "0.5")
     assert settings_of("--config", file).idle_exit_seconds == 0.5
 
