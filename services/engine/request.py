@@ -19,12 +19,6 @@ from engine.v1 import engine_pb2 as pb
 class InvalidRequest(ValueError):
     """A request that cannot be served; the message names the field and says what to do."""
 
-    def __init__(
-        self, message: str, code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT
-    ) -> None:
-        super().__init__(message)
-        self.code = code
-
 
 @dataclass(frozen=True, slots=True)
 class Penalty:

@@ -242,7 +242,7 @@ class EngineService(engine_pb2_grpc.EngineServicer):
         try:
             return await loop.run_in_executor(self._encoding, _encode_prompt, served, prompt)
         except ValueError as error:
-            await _abort(context, InvalidRequest(str(error)))
+            await _abort(context, error)
 
     async def _run(
         self, request: Request, context: Context, account: Account
@@ -293,8 +293,9 @@ def _encode_prompt(served: ServedModel, prompt: pb.Prompt) -> _Encoded:
     raise ValueError("prompt: empty; set text, chat or token_ids")
 
 
-async def _abort(context: Context, error: InvalidRequest) -> NoReturn:
-    await context.abort(error.code, str(error))
+async def _abort(context: Context, error: ValueError) -> NoReturn:
+    """Of a request that cannot be served, or a prompt."""
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
     raise AssertionError("abort raises")
 
 

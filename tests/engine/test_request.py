@@ -1,7 +1,6 @@
 import math
 from typing import Any
 
-import grpc
 import pytest
 
 from engine import config
@@ -54,7 +53,6 @@ def sampled(**fields: Any) -> Sampling:
 def test_a_field_that_cannot_be_used_is_named(fields: dict[str, Any], field: str, why: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         made(**fields)
-    assert raised.value.code == grpc.StatusCode.INVALID_ARGUMENT
     assert str(raised.value).startswith(field + ":")
     assert why in str(raised.value)
 
@@ -76,9 +74,8 @@ def test_a_field_that_cannot_be_used_is_named(fields: dict[str, Any], field: str
     ],
 )
 def test_a_sampling_field_that_cannot_be_used_is_named(field: str, value: Any) -> None:
-    with pytest.raises(InvalidRequest, match=rf"^sampling\.{field}: ") as raised:
+    with pytest.raises(InvalidRequest, match=rf"^sampling\.{field}: "):
         sampled(**{field: value})
-    assert raised.value.code == grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_without_sampling_a_request_is_greedy_and_of_the_default_length() -> None:
