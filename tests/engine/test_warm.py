@@ -144,6 +144,18 @@ def test_a_text_to_continue_and_a_second_time(
     assert served.generate(prompt=longer, max_tokens=1)[2].usage.cached_tokens >= first["tokens"]
 
 
+def test_a_client_that_goes_away_while_its_document_is_computed_leaves_no_pin(
+    served: Served,
+) -> None:
+    forget(served)
+    long = ids([*range(1, 251)] * (CONTEXT_TOKENS // 250))
+    warming = served.stub.Warm.future(pb.WarmRequest(prompt=long, pin=True))
+    until(lambda: served.stats().prefilling, "the document to be computed")
+    assert warming.cancel()
+    served.wait_idle()
+    assert served.store.stats().pinned == 0
+
+
 def test_people_are_told_in_a_line(
     served: Served, document: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -623,8 +623,10 @@ class WarmRequest(_message.Message):
     """As in GenerateRequest."""
     pin: _builtins.bool
     """Keep all of it in the cachestore, however little it is used, until it is unpinned
-    (cachestore-admin unpin) or the cachestore ends. A call that fails or is cancelled at the very
-    end may have pinned it: the same call again pins nothing more, and tells the id.
+    (cachestore-admin unpin) or the cachestore ends. A call that is cancelled before it is computed
+    pins nothing. One that fails or is cancelled at the very end may have pinned it, and then it
+    stays: the prompt is pinned once for all calls, so to undo it could take away what another call
+    was promised. The same call again pins nothing more, and tells the id.
     """
     @_builtins.property
     def prompt(self) -> Global___Prompt:
