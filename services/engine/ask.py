@@ -17,7 +17,7 @@ from cachestore import endpoint
 from cachestore.flags import whole
 from engine import config, kvflags, signals
 from engine.config import Listen, parse_listen
-from engine.flags import ConfigError, bias, text_of, utf8
+from engine.flags import ConfigError, bias, model_name, text_of, utf8
 from engine.remote import EngineAway, EngineProcess, connect, loads, model_of
 from engine.request import InvalidRequest, ModelLimits, request_from
 from engine.v1 import engine_pb2 as pb
@@ -43,6 +43,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--model",
+        type=model_name,
         help="what to serve when no engine runs, and what a running one must serve "
         f"(default: what runs, else {config.MODEL_DEFAULT})",
     )

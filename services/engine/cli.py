@@ -7,7 +7,7 @@ import sys
 from cachestore import endpoint, logs, settings
 from cachestore.flags import Parser, add_version
 from engine import backend, bench_kv, chat, config, doctor, generate, kvflags, quality, serve, warm
-from engine.flags import ConfigError
+from engine.flags import ConfigError, model_name
 
 EXIT_USAGE = 2
 
@@ -60,7 +60,12 @@ def _add_log_level(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default=config.MODEL_DEFAULT)
+    parser.add_argument(
+        "--model",
+        type=model_name,
+        default=config.MODEL_DEFAULT,
+        help="as in `engine serve` (default: %(default)s)",
+    )
     kvflags.add_flags(parser)
     parser.add_argument("--json", action="store_true", help="a list of objects instead of a table")
     _add_log_level(parser)

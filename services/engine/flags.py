@@ -29,6 +29,14 @@ def utf8(text: str) -> str:
     return text
 
 
+def model_name(text: str) -> str:
+    """A folder, a Hugging Face id or an alias; what it names is for whoever loads it to find out.
+    UTF-8, as clients are told it."""
+    if not text:
+        raise argparse.ArgumentTypeError("empty; give a folder, a Hugging Face id, or smollm2")
+    return utf8(text)
+
+
 def text_of(name: str) -> str:
     """Reads the text in a file, or for - that on standard input."""
     try:

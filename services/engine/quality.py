@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from cachestore.flags import whole
 from engine import backend, kvconfig, report
 from engine.config import PREFILL_STEPS, TURBO_CODECS
-from engine.flags import ConfigError
+from engine.flags import ConfigError, model_name
 from engine.kvconfig import KvConfig
 
 if TYPE_CHECKING:
@@ -57,9 +57,7 @@ top token flips   part of tokens for which another next token is the most likely
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--model", required=True, help="folder, Hugging Face id, or the alias smollm2"
-    )
+    parser.add_argument("--model", type=model_name, required=True, help="as in `engine serve`")
     parser.add_argument(
         "--text",
         type=Path,

@@ -20,14 +20,17 @@ from cachestore.flags import (
 )
 from engine import backend, binding, config, kvflags, signals
 from engine.config import EngineConfig, Listen, parse_listen
-from engine.flags import ConfigError
+from engine.flags import ConfigError, model_name
 
 TABLE = "engine"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", required=True, help="a folder, a Hugging Face id, or smollm2, which needs no hub"
+        "--model",
+        type=model_name,
+        required=True,
+        help="a folder, a Hugging Face id, or smollm2, which needs no hub",
     )
     parser.add_argument(
         "--adapter-path",

@@ -64,6 +64,7 @@ def test_a_dry_run_shows_the_daemons_commands(
     ("arguments", "reason"),
     [
         ([], "--model: the engine needs one"),
+        (["--model", ""], "--model: empty; give"),
         (["--model", "./nowhere"], "no such folder: /.*/nowhere"),
         (["--model", "m", "--budget", "much"], "--budget: 'much' is not a size"),
         (["--model", "m", "--config", "/nowhere.toml"], "/nowhere.toml: No such file"),

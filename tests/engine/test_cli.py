@@ -58,6 +58,18 @@ def test_a_value_that_cannot_be_used_is_named(
 
 
 @pytest.mark.parametrize(
+    "command", [("serve",), ("quality",), ASK[:2], ("chat",), ("demo",), ("warm", __file__)]
+)
+@pytest.mark.parametrize(("name", "why"), [("", "empty; give a folder"), ("\udcff", "not UTF-8")])
+def test_a_model_without_a_name_is_refused(
+    capsys: pytest.CaptureFixture[str], command: tuple[str, ...], name: str, why: str
+) -> None:
+    code, said = run(capsys, *command, "--model", name)
+    assert code == 2
+    assert said.startswith(f"error: --model: {why}")
+
+
+@pytest.mark.parametrize(
     ("words", "told"),
     [
         (("serve", "--modle", "m"), "--modle: no such flag; did you mean --model?"),

@@ -28,6 +28,8 @@ def make_setup(
     path = None if chosen_file is None else Path(os.path.abspath(chosen_file))
     tables = read_tables(path, place)
     engine_table = tables.get(ENGINE, {})
+    if model == "":  # the working directory would be taken
+        raise DeployError("--model: empty; give what `engine serve` takes, or leave it out")
     if engine and model is None and "model" not in engine_table:
         raise DeployError("--model: the engine needs one, here or in [engine] of --config")
     if budget is not None:
