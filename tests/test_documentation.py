@@ -263,6 +263,24 @@ def test_there_are_commands_to_look_at() -> None:
     assert {command.page for command in ALL} >= {"README.md", "docs/guide.md"}
 
 
+def commands_of(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Those without subcommands."""
+    for command in subcommands(parser).values():
+        yield from commands_of(command) if subcommands(command) else [command]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [*commands_of(engine_cli.make_parser()), *commands_of(admin.make_parser())],
+    ids=lambda command: command.prog,
+)
+def test_every_flag_of_a_command_is_in_its_section(command: argparse.ArgumentParser) -> None:
+    _, _, rest = (ROOT / "docs" / "configuration.md").read_text().partition(f"# `{command.prog}`")
+    section = rest.partition("\n#")[0]
+    for flag in command._option_string_actions.keys() - {"-h", "--help", "--config"}:
+        assert re.search(rf"`{flag}[` ]", section), flag
+
+
 def anchors(path: Path) -> set[str]:
     """Of its headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)

@@ -34,7 +34,7 @@ class _Wrong(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _parser()
+    parser = make_parser()
     flags = parser.parse_args(arguments)
     try:
         return int(flags.run(flags))
@@ -216,7 +216,7 @@ def _print_json(found: object) -> None:
     sys.stdout.write(json.dumps(found, indent=2) + "\n")
 
 
-def _parser() -> Parser:
+def make_parser() -> Parser:
     parser = Parser(
         prog="cachestore-admin",
         description="Runs the daemons as services, and looks into a running cachestore.",

@@ -53,33 +53,64 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 def add_asking_flags(parser: argparse.ArgumentParser) -> None:
     """Those, and flags that say what to ask and how to sample."""
     system = parser.add_mutually_exclusive_group()
-    system.add_argument("--system", type=utf8, default="", metavar="TEXT", help="system message")
+    system.add_argument(
+        "--system",
+        type=utf8,
+        default="",
+        metavar="TEXT",
+        help="system message (default: none)",
+    )
     system.add_argument(
         "--system-file",
         dest="system",
         type=text_of,
         default=argparse.SUPPRESS,  # that of --system, which is no file
         metavar="FILE",
-        help="system message, in a file: all of it, as `engine warm FILE` keeps it",
+        help="system message, in a file: all of it, as `engine warm FILE` keeps it (default: none)",
     )
-    parser.add_argument("--max-tokens", type=whole(1), metavar="N")
-    parser.add_argument("--stop", type=utf8, action="append", default=[], metavar="TEXT")
-    parser.add_argument("--temperature", type=float, help="default: 0, greedy")
-    parser.add_argument("--top-p", type=float)
-    parser.add_argument("--top-k", type=whole(0))
-    parser.add_argument("--min-p", type=float)
-    parser.add_argument("--seed", type=whole(0, 2**64 - 1))
+    parser.add_argument(
+        "--max-tokens",
+        type=whole(1),
+        metavar="N",
+        help=f"tokens of a reply at most (default: {config.MAX_TOKENS_DEFAULT}, or what the "
+        "context leaves)",
+    )
+    parser.add_argument(
+        "--stop",
+        type=utf8,
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="a reply ends before this text; may be given again for others (default: none)",
+    )
+    _add_sampling_flags(parser)
+    add_engine_flags(parser)
+
+
+def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    def number(flag: str, effect: str) -> None:
+        parser.add_argument(flag, type=float, metavar="X", help=effect)
+
+    def count(flag: str, effect: str, most: int = 2**32 - 1) -> None:
+        parser.add_argument(flag, type=whole(0, most), metavar="N", help=effect)
+
+    number("--temperature", "0: the best token, greedily; larger: more random (default: 0)")
+    number("--top-p", "choose of the best tokens that together are so probable (default: off)")
+    count("--top-k", "choose of so many best tokens; 0: off (default: 0)")
+    number(
+        "--min-p",
+        "choose of tokens with so large a part of the best one's probability (default: 0)",
+    )
+    count("--seed", "of the choice; the same one gives the same reply (default: random)", 2**64 - 1)
     for kind, effect in (
         ("repetition", "divides positive logits of tokens that occurred, multiplies negative ones"),
         ("presence", "subtracted from the logits of tokens that occurred"),
         ("frequency", "subtracted for each time that a token occurred"),
     ):
-        parser.add_argument(f"--{kind}-penalty", type=float, metavar="X", help=effect)
-        parser.add_argument(
+        number(f"--{kind}-penalty", f"{effect} (default: off)")
+        count(
             f"--{kind}-context-size",
-            type=whole(0),
-            metavar="N",
-            help=f"the last tokens that it looks at (default: {config.PENALTY_CONTEXT_DEFAULT})",
+            f"the last tokens that it looks at (default: {config.PENALTY_CONTEXT_DEFAULT})",
         )
     parser.add_argument(
         "--logit-bias",
@@ -87,9 +118,8 @@ def add_asking_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TOKEN=X",
-        help="added to the logit of this token id; may be given again for others",
+        help="added to the logit of this token id; may be given again for others (default: none)",
     )
-    add_engine_flags(parser)
 
 
 def request_of(flags: argparse.Namespace, logprobs: int | None = None) -> pb.GenerateRequest:

@@ -55,7 +55,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     for flag, default, most, what in sizes:
         parser.add_argument(
-            flag, type=whole(1, most), default=default, metavar="N", help=f"{what} ({default})"
+            flag,
+            type=whole(1, most),
+            default=default,
+            metavar="N",
+            help=f"{what} (default: %(default)s)",
         )
     parser.add_argument(
         "--seq-len",
@@ -63,10 +67,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         metavar="TOKENS",
-        help=f"one or more lengths; may be repeated ({' '.join(map(str, TOKENS_DEFAULT))})",
+        help="one or more lengths; may be repeated "
+        f"(default: {' '.join(map(str, TOKENS_DEFAULT))})",
     )
     parser.add_argument(
-        "--dtype", choices=DTYPES, default=DTYPES[0], help=f"of the cache ({DTYPES[0]})"
+        "--dtype", choices=DTYPES, default=DTYPES[0], help="of the cache (default: %(default)s)"
     )
     report.add_codec_flag(parser)
     parser.add_argument(

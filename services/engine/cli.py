@@ -14,7 +14,7 @@ EXIT_USAGE = 2
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the process's exit code."""
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     try:
         logs.begin(logs.config_of(options, "engine"))
         return int(options.run(options))
@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="engine", description="Continuous batched generation on MLX, served over gRPC."
     )
@@ -56,7 +56,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_log_level(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--log-level", choices=logs.LEVELS, default="warning")
+    parser.add_argument(
+        "--log-level",
+        choices=logs.LEVELS,
+        default="warning",
+        help="what is worth a line on stderr (default: %(default)s)",
+    )
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:

@@ -23,7 +23,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--logprobs",
         type=whole(0),
         metavar="N",
-        help="with --json: log-probabilities of each token and of the N best at its place",
+        help="with --json: log-probabilities of each token and of the N best at its place "
+        "(default: none)",
     )
     parser.add_argument("--json", action="store_true", help="one object when done, no streaming")
     parser.set_defaults(run=run)

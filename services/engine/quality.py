@@ -62,7 +62,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--text",
         type=Path,
         metavar="FILE",
-        help="UTF-8 text (six chapters of Northanger Abbey, which are included)",
+        help="UTF-8 text (default: six chapters of Northanger Abbey, which are included)",
     )
     report.add_codec_flag(parser)
     parser.add_argument(
@@ -72,7 +72,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="N|K,V",
         help="a quantized live cache beside the codecs of the store; may be repeated "
-        "(8, 4 and 8,4, unless codecs are asked for)",
+        "(default: 8, 4 and 8,4, unless codecs are asked for)",
     )
     parser.add_argument(
         "--kv-rotate", action="store_true", help="each --kv-bits once more, its rows rotated"
@@ -90,7 +90,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     for flag, default, what in counts:
         parser.add_argument(
-            flag, type=whole(1, 1 << 20), default=default, metavar="N", help=f"{what} ({default})"
+            flag,
+            type=whole(1, 1 << 20),
+            default=default,
+            metavar="N",
+            help=f"{what} (default: %(default)s)",
         )
     report.add_flags(parser)
     parser.set_defaults(run=run)

@@ -37,7 +37,7 @@ def add_codec_flag(parser: argparse.ArgumentParser) -> None:
         action="extend",
         metavar="CODEC",
         help="one or more codecs; may be repeated; an r behind a name, as in q4r, puts a Hadamard "
-        "rotation before the quantizer (all plain ones that fit, and q4r)",
+        "rotation before the quantizer (default: all plain ones that fit, and q4r)",
     )
 
 

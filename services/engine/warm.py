@@ -31,8 +31,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         dest="form",
         choices=("system", "raw"),
         default="system",
-        help="how prompts will begin with it: as the system message of a chat (default), or as a "
-        "text to continue",
+        help="how prompts will begin with it: as the system message of a chat, or as a text to "
+        "continue (default: %(default)s)",
     )
     add_engine_flags(parser)
     parser.add_argument("--json", action="store_true", help="one object instead of a line")

@@ -88,9 +88,9 @@ def test_a_misspelt_flag_is_named_whatever_else_is_missing(
 
 
 def test_what_looks_like_a_flag_and_is_a_value_is_one() -> None:
-    options = cli._parser().parse_args(["generate", "--max 8", "--max-t", "8", "--stop=--zzz"])
+    options = cli.make_parser().parse_args(["generate", "--max 8", "--max-t", "8", "--stop=--zzz"])
     assert (options.prompt, options.max_tokens, options.stop) == ("--max 8", 8, ["--zzz"])
-    assert cli._parser().parse_args(["generate", "--", "--zzz"]).prompt == "--zzz"
+    assert cli.make_parser().parse_args(["generate", "--", "--zzz"]).prompt == "--zzz"
 
 
 @pytest.mark.parametrize(
