@@ -45,7 +45,7 @@ def spawn(
     try:
         path = endpoint.socket_path(socket_path, flag="--socket", suffix=endpoint.SESSION_SUFFIX)
         _launch([*command, "--socket", str(path)], path, log.with_suffix(".crash.log"), cancelled)
-    except (endpoint.EndpointError, OSError) as error:
+    except (ValueError, OSError) as error:  # of the socket's path, or the log's
         raise LaunchError(f"cachestore cannot be started: {error}") from error
 
 

@@ -91,6 +91,8 @@ def test_what_the_system_refuses_is_a_launch_error(
 ) -> None:
     with pytest.raises(LaunchError, match="--socket: the socket path"):
         spawn("/tmp/" + "d" * 100, None, 600, directory / "c.log")
+    with pytest.raises(LaunchError, match="has an empty name"):
+        spawn(directory / "c.sock", None, 600, Path())
     (directory / "file").write_text("")
     with pytest.raises(LaunchError, match=r"Not a directory|File exists"):
         spawn(directory / "c.sock", None, 600, directory / "file" / "c.log")
