@@ -27,7 +27,12 @@ from engine.kv.encoding import PartShape, convert
 from engine.kv.export import host_view, unwritten
 from engine.kv.layout import CacheLayout, RowGroup, StateGroup
 
+# Of rows that are decoded, which keeps the MLX thread; where live caches hold them as they are
+# stored, a block costs it views alone, and the larger it is the fewer are the copies.
 BLOCK_BYTES: Final = 32 * 1024 * 1024
+_UNDECODED: Final = 4
+# Copied in one go: little enough for threads to share a block fairly, and more than Python costs.
+PIECE_BYTES: Final = 2 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,8 @@ def plan(
     """Parses and checks the records; any thread.
 
     `checkpoint` is that of the position where the sources end, for layouts that need one. Blocks
-    hold as many layers of a group as make up `block_bytes` of decoded rows, but at least one.
+    hold as many layers of a group as make up `block_bytes` of decoded rows, four times that where
+    nothing is decoded, but at least one.
     RecordError when a record is broken, is not laid out as this model's are, has fewer rows than
     its source says, or says that they are others; and for a checkpoint too few or too many.
     """
@@ -93,16 +99,11 @@ def plan(
     rows = sum(source.rows for source in sources)
     if layout.checkpointed != (checkpoint is not None):
         raise record.RecordError("a checkpoint is missing, or there is no use for one")
-    blocks = [
-        Block(
-            group,
-            layers,
-            [Segment(_places(codec.parts, group), spans) for codec, spans in segments],
-            rows,
-        )
-        for group in layout.groups
-        for layers in _cut(group, rows, block_bytes)
-    ]
+    blocks = []
+    for group in layout.groups:
+        of_group = [Segment(_places(codec.parts, group), spans) for codec, spans in segments]
+        layers = _cut(group, rows, block_bytes * _larger(of_group))
+        blocks += [Block(group, some, of_group, rows) for some in layers]
     if checkpoint is not None:
         blocks += _state_blocks(policy, checkpoint, rows, block_bytes)
     return Attachment(layout, rows, tuple(blocks))
@@ -146,7 +147,8 @@ def _state_blocks(
             )
             for rows in dict.fromkeys(run.rows for run, _ in of_group)
         ]
-        for layers in _cut(group, group.kind.rows_at(position), block_bytes):
+        rows = group.kind.rows_at(position)
+        for layers in _cut(group, rows, block_bytes * _larger(segments)):
             yield Block(group, layers, segments, position)
 
 
@@ -202,7 +204,7 @@ class Block:
         # For each segment, by the part's name.
         self._landings: list[dict[str, _Landing]] = []
         # What is still to be copied. Threads may share the iterator of a list.
-        self._pieces: Iterator[tuple[_Landing, Span, int]] = iter(())
+        self._pieces: Iterator[tuple[_Landing, Span, int, slice]] = iter(())
         # Each part's layers, each as the arrays of its live cache.
         self._decoded: dict[str, list[tuple[mx.array, ...]]] = {}
 
@@ -222,10 +224,11 @@ class Block:
         ]
         self._pieces = iter(
             [
-                (landing, span, start)
+                (landing, span, start, layers)
                 for segment, parts in zip(self._segments, self._landings, strict=True)
                 for span, start in segment.placed
                 for landing in parts.values()
+                for layers in landing.pieces(len(span.rows))
             ]
         )
         self._segments = ()
@@ -233,7 +236,9 @@ class Block:
     def copy(self) -> int:
         """On helper threads, any number of them at once, which share the work; returns how many
         bytes were this one's. When all have returned, this block holds no view of a record."""
-        return sum(landing.copy(span, start) for landing, span, start in self._pieces)
+        return sum(
+            landing.copy(span, start, layers) for landing, span, start, layers in self._pieces
+        )
 
     def decode(self) -> None:
         """On the MLX thread, after `copy`."""
@@ -266,15 +271,20 @@ class _Landing:
         described = zip(self._buffers, self._specs, self._shapes, strict=True)
         self._views = [host_view(buffer, spec, shape) for buffer, spec, shape in described]
 
-    def copy(self, span: Span, start: int) -> int:
-        """Copies a span to rows [start, ...); returns how many bytes."""
+    def pieces(self, rows: int) -> Iterator[slice]:
+        """Layers of so many rows that are copied in one go, as places in the block."""
+        step = max(1, PIECE_BYTES // (rows * sum(spec.row_bytes for spec in self._specs)))
+        return (slice(first, first + step) for first in range(0, self._shapes[0][0], step))
+
+    def copy(self, span: Span, start: int, layers: slice) -> int:
+        """Copies a span's layers to rows [start, ...); returns how many bytes."""
         copied = 0
         held = span.arrays[self._place : self._place + len(self._specs)]
         for array, spec, view in zip(held, self._specs, self._views, strict=True):
             # A checkpoint stores as one row what are several.
-            source = array.reshape(*array.shape[:2], -1, spec.width)
-            target = view[:, :, start : start + len(span.rows)]
-            np.copyto(target, source[self._layers, :, span.rows.start : span.rows.stop])
+            source = array.reshape(*array.shape[:2], -1, spec.width)[self._layers][layers]
+            target = view[layers, :, start : start + len(span.rows)]
+            np.copyto(target, source[:, :, span.rows.start : span.rows.stop])
             copied += target.nbytes
         return copied
 
@@ -307,6 +317,12 @@ def _join(pieces: Sequence[tuple[mx.array, ...]]) -> tuple[mx.array, ...]:
     if len(pieces) == 1:
         return pieces[0]
     return tuple(mx.concatenate(list(arrays), axis=2) for arrays in zip(*pieces, strict=True))
+
+
+def _larger(segments: Sequence[Segment]) -> int:
+    """How many times as large a block of them may be."""
+    as_stored = all(part.encoding == part.shape.live for each in segments for part, _ in each.parts)
+    return _UNDECODED if as_stored and len(segments) == 1 else 1
 
 
 def _cut(group: RowGroup | StateGroup, rows: int, block_bytes: int) -> list[range]:

@@ -177,7 +177,25 @@ def test_blocks_may_be_small_and_in_any_order(
     assert_holds(attachment.caches(), expected)
 
 
-def test_threads_share_a_block(helper: ThreadPoolExecutor) -> None:
+@pytest.mark.parametrize(("codec", "blocks"), [("none", 2), ("q8", 7)])
+def test_blocks_are_larger_where_nothing_is_decoded(
+    codec: str, blocks: int, helper: ThreadPoolExecutor
+) -> None:
+    geometry = layout((7, 64, 64), heads=2)
+    policy = CodecPolicy.of(geometry, codec)
+    layers = random_layers(geometry, rows=20)
+    records = store(packed(policy.codec, layers), [20], helper)
+    of_layer = sum(part.nbytes for part in layers[0])
+    attachment = attach.plan(policy, spans(records, 20), block_bytes=of_layer)
+    assert len(attachment.blocks) == blocks
+    assert_holds(complete(attachment, helper), through_codec(policy.codec, layers))
+
+
+@pytest.mark.parametrize("piece_bytes", [1, attach.PIECE_BYTES])
+def test_threads_share_a_block(
+    piece_bytes: int, helper: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach, "PIECE_BYTES", piece_bytes)
     geometry = layout((2, 64, 64), heads=2)
     policy = CodecPolicy.of(geometry, "none")
     layers = random_layers(geometry, rows=60)
