@@ -23,7 +23,7 @@ from engine.rows import Counters, Occupancy
 
 log = logging.getLogger(__name__)
 
-Message = Callable[[Core], None]
+Message = Callable[[Core], object]
 
 # What requests are told that a stop ends.
 STOPPING = Failed(grpc.StatusCode.UNAVAILABLE, "the engine is stopping")

@@ -104,13 +104,14 @@ class Affine:
             record.ArraySpec("biases", shape.dtype, shape.heads, groups),
         )
 
-    def encode(self, rows: mx.array) -> tuple[mx.array, ...]:
+    def encode(self, rows: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         if self.rotation is not None:
             rows = self.rotation.apply(rows)
             if rows.dtype == mx.float16:
                 # A code times its scale is as much as the range of a group, and must be finite.
                 rows = mx.clip(rows, -_FLOAT16_HALF_MAX, _FLOAT16_HALF_MAX)
-        return tuple(mx.quantize(rows, group_size=self.group_size, bits=self.bits))
+        codes, scales, biases = mx.quantize(rows, group_size=self.group_size, bits=self.bits)
+        return codes, scales, biases
 
     def decode(self, arrays: Sequence[mx.array]) -> mx.array:
         rows = self.dequantize(arrays)
