@@ -27,6 +27,7 @@ backend.prepare()
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
 import numpy.typing as npt  # noqa: E402
+from tests.support import entries  # noqa: E402
 from tests.support.caches import hybrid, layout, random_rows, random_snapshot  # noqa: E402
 from tests.support.daemons import Cachestore, short_directory, start_cachestore  # noqa: E402
 from tests.support.stores import packed  # noqa: E402
@@ -337,25 +338,19 @@ def engine(daemon: Cachestore, policy: CodecPolicy) -> Iterator[Bench]:
         bench.prefix.close()
 
 
-def records(found: Found) -> list[memoryview]:
-    lease = found.lease
-    states = [] if lease.checkpoint is None else [lease.checkpoint]
-    return [found.client.record(each) for each in (*lease.spans, *states)]
-
-
 def tokens_of(number: int, count: int) -> tuple[int, ...]:
     return (number, *range(count - 1))
 
 
 def fresh_buffer(found: Found) -> npt.NDArray[np.uint8]:
     """Memory that nobody has touched, of pages of the usual size: numpy asks for huge ones."""
-    total = sum(map(len, records(found)))
+    total = sum(map(len, entries.records(found.client, found.lease)))
     return np.frombuffer(mmap.mmap(-1, total), np.uint8)
 
 
 def memcpy(found: Found, target: npt.NDArray[np.uint8]) -> float:
     """Seconds for all bytes of the records, one copy for each."""
-    views = [np.frombuffer(view, np.uint8) for view in records(found)]
+    views = [np.frombuffer(view, np.uint8) for view in entries.records(found.client, found.lease)]
     start = time.perf_counter()
     end = 0
     for view in views:

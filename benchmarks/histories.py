@@ -172,7 +172,7 @@ def their_masked(
     _: Precision, source: Source, layer: int, lengths: Sequence[int], columns: int
 ) -> Any:
     padding = [max(lengths) - count for count in lengths]
-    made: Any = theirs.BatchKVCache(padding)  # type: ignore[no-untyped-call]
+    made: Any = theirs.BatchKVCache(padding)
     keys, values = _their_arrays(source, layer, lengths, columns)
     made.state = keys, values, mx.array(list(lengths)), mx.array(padding), max(lengths)
     return made
@@ -182,7 +182,7 @@ def their_unmasked(
     _: Precision, source: Source, layer: int, lengths: Sequence[int], columns: int
 ) -> Any:
     assert len(set(lengths)) == 1
-    made: Any = theirs.KVCache()  # type: ignore[no-untyped-call]
+    made: Any = theirs.KVCache()
     made.state = (*_their_arrays(source, layer, lengths, columns), lengths[0])
     return made
 

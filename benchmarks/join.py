@@ -99,7 +99,7 @@ class Theirs:
         cached = parts[0][0].shape[2]
         caches: list[Any] = []
         for keys, values in parts:
-            cache: Any = KVCache()  # type: ignore[no-untyped-call]
+            cache: Any = KVCache()
             cache.state = (keys, values, cached)
             caches.append(cache)
         (uid,) = self._generator.insert([tokens], caches=[caches], all_tokens=[[0] * cached])

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def measure(directory: Path, client: Client, case: str, tokens: bytes, calls: in
             start = time.perf_counter()
             lease = client.lookup(NAMESPACE, tokens, limit)
             lookups.append(time.perf_counter() - start)
-            releases.append(timed(lambda held=lease: client.release([held.id] if held.id else [])))
+            releases.append(timed(partial(client.release, [lease.id] if lease.id else [])))
     bares.sort()
     lookups.sort()
     return Measured(

@@ -15,6 +15,7 @@ queries that the one before gave, as layers are.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from benchmarks.measure import Columns, flags, mebibytes, median, progress, publish, seconds
@@ -24,7 +25,7 @@ backend.prepare()
 
 import mlx.core as mx  # noqa: E402
 
-from engine.kv.attention import STRATEGIES, Call, PackedHistory, attend  # noqa: E402
+from engine.kv.attention import STRATEGIES, Call, PackedHistory, Strategy, attend  # noqa: E402
 from engine.kv.encoding import Affine  # noqa: E402
 
 GROUP_SIZE = 64
@@ -93,11 +94,12 @@ def attentions(
     def full_precision(asked: mx.array) -> mx.array:
         return mx.fast.scaled_dot_product_attention(asked, *rows, scale=scale, mask=mask)
 
+    def packed(strategy: Strategy, asked: mx.array) -> mx.array:
+        keys, values = histories
+        return attend(strategy, Call(asked, keys, values, scale, mask))
+
     found: dict[str, Attention] = {FULL_PRECISION: full_precision}
-    for name in strategies:
-        found[name] = lambda asked, strategy=STRATEGIES[name]: attend(
-            strategy, Call(asked, *histories, scale, mask)
-        )
+    found |= {name: partial(packed, STRATEGIES[name]) for name in strategies}
     used = sum(array.nbytes for history in histories for array in history)
     return found, queries, used * columns // histories[0].capacity
 
@@ -120,7 +122,7 @@ def measure_layer(
     # These calls also warm up: kernels are compiled on first use.
     for name, attention in found.items():
         given = attention(queries).astype(mx.float32)
-        errors[name] = mx.abs(given - expected).max().item()
+        errors[name] = float(mx.abs(given - expected).max())
         peaks[name] = peak(attention, queries)
     times: dict[str, list[float]] = {name: [] for name in found}
     for _ in range(runs):
@@ -134,7 +136,7 @@ def measure_layer(
             name,
             taken,
             taken / median(times[FULL_PRECISION]),
-            float(errors[name]),
+            errors[name],
             peaks[name],
             history_bytes,
         )
@@ -195,7 +197,7 @@ def main() -> None:
         options.batch, options.history, options.queries, options.runs = [2], [300], [1, 5], 1
     dtype = options.dtype or ("float32" if device.name == "cpu" else "bfloat16")
     mx.random.seed(0)
-    rows = []
+    rows: list[Row] = []
     for layer in (
         Layer(shape, batch, history, queries, bits)
         for shape in options.shape

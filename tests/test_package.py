@@ -102,6 +102,6 @@ def test_its_commands_run_from_where_it_is_installed(wheel: Path, tmp_path: Path
             )
             assert (ran.returncode, ran.stderr) == (0, "")
             assert ran.stdout.startswith(said)
-    where = [python, "-P", "-c", "import cachestore, engine; print(cachestore, engine)"]
+    where = [str(python), "-P", "-c", "import cachestore, engine; print(cachestore, engine)"]
     shown = subprocess.run(where, env=ENVIRONMENT, capture_output=True, text=True, check=True)
     assert shown.stdout.count(str(own)) == 2

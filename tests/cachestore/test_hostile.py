@@ -24,7 +24,7 @@ from tests.support.daemons import Cachestore, short_directory, start_cachestore
 from tests.support.slabs import held_slabs
 from tests.support.waiting import until
 
-HELLO = {"v": 1, "role": "engine"}
+HELLO: frame.Frame = {"v": 1, "role": "engine"}
 SEQUENCE = entries.tokens(300)
 MEMORY_GROWTH_BYTES_MAX = 8 << 20
 SLOW_SECONDS = 2.0
@@ -42,8 +42,8 @@ NO_MESSAGE = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}
 def held(daemon: Cachestore) -> dict[str, int]:
     """All that the daemon holds for sessions, but for what is 0."""
     stats = daemon.stats()
-    names = ("sessions", "leases", "reservations", "announced", "waiting")
-    names += ("bytes_reserved", "bytes_quarantined")
+    names = ["sessions", "leases", "reservations", "announced", "waiting"]
+    names += ["bytes_reserved", "bytes_quarantined"]
     return {name: getattr(stats, name) for name in names if getattr(stats, name)}
 
 
@@ -230,6 +230,7 @@ HUGE = st.builds(
 
 
 def answer_to(channel: grpc.Channel, client: Client, method: str, data: bytes) -> grpc.StatusCode:
+    call: grpc.UnaryUnaryMultiCallable[bytes, bytes]
     call = channel.unary_unary(f"/cachestore.v1.Cachestore/{method}")
     code: grpc.StatusCode = call.future(data, timeout=5, metadata=client._metadata).code()
     return code

@@ -53,7 +53,7 @@ def test_a_checkpoint_larger_than_other_slabs_is_shared(directory: Path) -> None
             lengths = [piece.extent.length for piece in reservation.pieces]
             assert client.commit(reservation.id, lengths, [size]) == 11
             del state
-        command = [sys.executable, "-c", READ, daemon.socket, str(POSITION), *map(str, MARKS)]
+        command = [sys.executable, "-c", READ, str(daemon.socket), str(POSITION), *map(str, MARKS)]
         read = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
         assert (read.returncode, read.stderr) == (0, b"")
         assert read.stdout.split() == [*MARKS.values()]

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -69,7 +70,7 @@ def test_only_the_last_line_of_the_log_is_told(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = "import sys; sys.exit('first\\nlast')"
-    monkeypatch.setattr(launch.sys, "executable", directory / "python")
+    monkeypatch.setattr(sys, "executable", directory / "python")
     (directory / "python").write_text(f'#!/bin/sh\nexec python3 -c "{script}"\n')
     (directory / "python").chmod(0o700)
     with pytest.raises(LaunchError) as failure:
@@ -96,7 +97,7 @@ def test_what_the_system_refuses_is_a_launch_error(
     (directory / "file").write_text("")
     with pytest.raises(LaunchError, match=r"Not a directory|File exists"):
         spawn(directory / "c.sock", None, 600, directory / "file" / "c.log")
-    monkeypatch.setattr(launch.sys, "executable", "/no/such/python")
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
     with pytest.raises(LaunchError, match="No such file"):
         spawn(directory / "c.sock", None, 600, directory / "c.log")
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, MutableSequence
 import pytest
 
 from cachestore import reply
+from cachestore.extent import Extent
 from cachestore.reply import Contradiction, MatchKind
 from cachestore.v1 import cachestore_pb2 as pb
 
@@ -172,7 +173,7 @@ def match_with_state() -> pb.LookupResponse:
 
 def test_a_match_with_its_checkpoint_is_handed_on() -> None:
     lease = reply.lease(match_with_state(), limit=5, checkpointed=True)
-    extent = reply.Extent(slab_id=2, offset=512, length=1024, generation=7)
+    extent = Extent(slab_id=2, offset=512, length=1024, generation=7)
     assert lease.checkpoint == reply.Checkpoint(11, 5, extent, 1000)
     miss = reply.lease(pb.LookupResponse(kind=pb.MATCH_KIND_MISS), limit=5, checkpointed=True)
     assert miss.checkpoint is None
@@ -188,7 +189,7 @@ def test_a_match_with_its_checkpoint_is_handed_on() -> None:
         lambda m: setattr(m.checkpoint.extent, "offset", 500),
         lambda m: setattr(m.checkpoint.extent, "length", 0),
         lambda m: m.checkpoint.ClearField("extent"),
-        lambda m: (m.ClearField("spans"), setattr(m, "rows", 0)),
+        lambda m: [m.ClearField(name) for name in ("spans", "rows")],
     ],
 )
 def test_a_checkpoint_that_cannot_be_is_refused(

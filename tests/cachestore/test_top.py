@@ -67,7 +67,11 @@ def full_store() -> Client:
         sessions=12,
         check_failures=1,
         lookups=pb.LookupStats(
-            **dict.fromkeys(("exact", "supersequence", "prefix", "lcp", "miss"), 10**7),
+            exact=10**7,
+            supersequence=10**7,
+            prefix=10**7,
+            lcp=10**7,
+            miss=10**7,
             tokens_requested=10**11,
             tokens_served=10**10,
             seconds_p50=0.000123,

@@ -131,7 +131,7 @@ def test_the_collector_leaves_alone_what_is_here_to_stay(day: Day) -> None:
         assert gc.get_freeze_count() > 0
         assert gc.get_threshold()[1] == gc.get_threshold()[2] == 1 << 30
         frozen = gc.get_freeze_count()
-        held = [[] for _ in range(1000)]  # type: ignore[var-annotated]
+        held: list[list[int]] = [[] for _ in range(1000)]
         day.pass_by(1.0)
         assert gc.get_freeze_count() >= frozen + len(held)
     finally:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -356,7 +357,7 @@ def test_logs_follows_a_file_that_is_renamed(
         with path.open("a") as file:
             file.write(text)
 
-    script = iter(
+    script: Iterator[Callable[[], object]] = iter(
         [
             lambda: append("thr"),
             lambda: append("ee\n"),

@@ -274,7 +274,7 @@ def test_packed_rows_do_not_follow_the_live_cache(
     policy = CodecPolicy.of(geometry, name)
     live = []
     for keys, values in random_layers(geometry, rows=30):
-        cache: Any = KVCache()  # type: ignore[no-untyped-call]
+        cache: Any = KVCache()
         cache.update_and_fetch(keys, values)
         live.append(cache)
     expected = [(mx.array(cache.keys), mx.array(cache.values)) for cache in live]

@@ -57,7 +57,7 @@ class Planted:
 def only_the_first_head(call: Call) -> mx.array:
     """As quantized_matmul with a broadcast packed side on one backend."""
     found = right(call)
-    others = mx.roll(found, call.queries.shape[1] // call.keys.heads, axis=1)
+    others = mx.roll(found, call.queries.shape[1] // call.keys.heads, 1)
     return mx.concatenate([found[:, :1], others[:, 1:]], axis=1)
 
 

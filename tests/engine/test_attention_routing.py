@@ -38,18 +38,19 @@ def routed() -> Iterator[None]:
     assert base.quantized_scaled_dot_product_attention is INNER
 
 
-class Packed(KVCache):  # type: ignore[misc]
+class Packed(KVCache):
     """All rows packed anew in each step, in buffers with room."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         super().update_and_fetch(keys, values)
+        held: Any = (self.keys, self.values)
         return tuple(
-            PackedHistory(tuple(encoding.encode(rows)), encoding, self.offset)  # type: ignore[arg-type]
-            for encoding, rows in ((KEYS, self.keys), (VALUES, self.values))
+            PackedHistory(encoding.encode(rows), encoding, self.offset)
+            for encoding, rows in zip((KEYS, VALUES), held, strict=True)
         )
 
 
-class Dequantized(KVCache):  # type: ignore[misc]
+class Dequantized(KVCache):
     """The same rows for attention in full precision."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
@@ -63,8 +64,7 @@ class Dequantized(KVCache):  # type: ignore[misc]
 def histories(columns: int = 7) -> tuple[PackedHistory, PackedHistory]:
     rows = mx.random.normal((1, 2, 9, 64), key=mx.random.key(1))
     keys, values = (
-        PackedHistory(tuple(encoding.encode(rows)), encoding, columns)  # type: ignore[arg-type]
-        for encoding in (KEYS, VALUES)
+        PackedHistory(encoding.encode(rows), encoding, columns) for encoding in (KEYS, VALUES)
     )
     return keys, values
 
@@ -93,13 +93,14 @@ def test_each_packed_layer_of_a_model_comes_here(
         with routing.counted() as count:
             found = model(mx.array([tokens]), cache=packed)
         assert count.calls == len(packed_layers)
-        assert mx.abs(found - model(mx.array([tokens]), cache=expected)).max().item() < 2e-4
+        assert mx.abs(found - model(mx.array([tokens]), cache=expected)).max() < 2e-4
 
 
 @pytest.mark.parametrize("module", [base, llama])
 def test_called_as_models_do(module: Any) -> None:
     keys, values = histories()
-    for length, mask in ((1, None), (5, "causal"), (5, mx.zeros((5, 7)))):
+    cases: list[tuple[int, Mask]] = [(1, None), (5, "causal"), (5, mx.zeros((5, 7)))]
+    for length, mask in cases:
         found = module.scaled_dot_product_attention(
             queries(length), keys, values, cache=None, scale=0.1, mask=mask
         )
@@ -144,9 +145,11 @@ def test_what_is_not_packed_is_mlx_lms(length: int, mask: Mask) -> None:
 def test_mlx_lms_quantized_caches_still_refuse_sinks() -> None:
     cache = QuantizedKVCache()
     rows = mx.zeros((1, 2, 7, 64))
-    held = cache.update_and_fetch(rows, rows)
+    keys, values = cache.update_and_fetch(rows, rows)
     with pytest.raises(ValueError, match="sinks"):
-        base.scaled_dot_product_attention(queries(), *held, cache, 0.1, None, sinks=mx.zeros(4))
+        base.scaled_dot_product_attention(
+            queries(), keys, values, cache, 0.1, None, sinks=mx.zeros(4)
+        )
 
 
 def test_installing_again_changes_the_strategy_alone() -> None:

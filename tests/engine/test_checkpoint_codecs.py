@@ -13,7 +13,7 @@ from engine import attach, pack
 from engine.kv import kinds, routing
 from engine.kv.attention import PackedMatmul
 from engine.kv.codec import CodecError, CodecPolicy, plan_codec
-from engine.kv.encoding import Affine, Lossless, PartShape
+from engine.kv.encoding import Affine, Encoding, Lossless, PartShape
 from engine.kv.history import FULL
 from engine.kv.kinds import leaves
 from engine.kv.layout import CacheLayout, LayerGroup, probe
@@ -34,7 +34,11 @@ from tests.support.models import (
 
 TOKENS = tuple(int(t) for t in np.random.default_rng(6).integers(0, 256, 64))
 WINDOW = 16
-ENCODINGS = {"none": Lossless(), "q8": Affine(8, 64), "turbo3": TurboQuant(3, "float32")}
+ENCODINGS: dict[str, Encoding] = {
+    "none": Lossless(),
+    "q8": Affine(8, 64),
+    "turbo3": TurboQuant(3, "float32"),
+}
 
 
 @pytest.fixture(scope="module")

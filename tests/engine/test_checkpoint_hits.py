@@ -15,6 +15,7 @@ from engine.checkpoints import Boundaries
 from engine.config import CHECKPOINT_STRIDE_MIN
 from engine.kv.kinds import NotCacheable, Snapshot
 from engine.prefix import Found
+from tests.support import entries
 from tests.support.daemons import Cachestore
 from tests.support.engines import InProcess, assert_same, in_process
 from tests.support.models import (
@@ -136,10 +137,10 @@ def stored_bytes(pair: Pair, tokens: list[int]) -> list[str]:
     try:
         assert found.lease.rows == len(tokens)
         assert found.lease.checkpoint is not None
-        held = [*found.lease.spans, found.lease.checkpoint]
-        return [hashlib.sha256(found.client.record(each)).hexdigest() for each in held]
+        records = entries.records(found.client, found.lease)
+        return [hashlib.sha256(record).hexdigest() for record in records]
     finally:
-        pair.warm.engine.link.drop(found.lease.id)  # type: ignore[union-attr]
+        pair.warm.prefix.release(found)
 
 
 def test_stored_bytes_are_not_changed_by_requests_that_use_them(pair: Pair) -> None:

@@ -63,14 +63,15 @@ def test_a_hit_is_attached_block_by_block(
 ) -> None:
     driven.submit(1, LONG)
     found = driven.found(LONG, rows, blocks)
+    attachment: Any = found.attachment
     driven.core.looked_up(1, found)
     driven.core.turn()
     for index in range(blocks):
         ((_, block, last),) = driven.prefix.copies
-        assert block is found.attachment.blocks[index]
+        assert block is attachment.blocks[index]
         assert last == (index == blocks - 1)
         driven.copied()
-    assert [part.done for part in found.attachment.blocks] == [["allocate", "decode"]] * blocks
+    assert [part.done for part in attachment.blocks] == [["allocate", "decode"]] * blocks
     driven.turn_until_idle()
     assert driven.deltas(1) == alone(llama, LONG).tokens
     usage = driven.done(1).usage

@@ -185,10 +185,10 @@ def test_a_row_whose_text_fails_fails_alone(driven: Driven, llama: Any) -> None:
     driven.start(2, SHORT, max_tokens=8)
     push = driven.core._rows[2].output.push
 
-    def fail(*arguments: Any) -> Any:
+    def fail(*arguments: Any, **named: Any) -> Any:
         if len(driven.core._rows[2].output.tokens) == 3:
             raise KeyError("no such token")
-        return push(*arguments)
+        return push(*arguments, **named)
 
     driven.core._rows[2].output.push = fail  # type: ignore[method-assign]
     driven.turn_until_idle()

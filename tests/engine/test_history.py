@@ -53,7 +53,7 @@ class HistoryMachine(BatchMachine):
         return Sequences(merged, [none() for _ in range(count)])
 
     def end(self, rows: Fed) -> int:
-        return rows[0].shape[1]
+        return int(rows[0].shape[1])
 
     @rule()
     def split(self) -> None:
@@ -103,7 +103,7 @@ TestHistory.settings = SETTINGS
 
 @pytest.mark.parametrize("precision", PRECISIONS[1:], ids=precision_id)
 def test_a_quantized_cache_is_made_from_mlx_lms(precision: Precision) -> None:
-    source: Any = KVCache()  # type: ignore[no-untyped-call]
+    source: Any = KVCache()
     assert QuantizedKVCache.from_cache(source, precision).empty()
     rows = draw(1, HEADS, 70)
     source.update_and_fetch(*(mx.array(part)[None] for part in rows))
@@ -138,7 +138,7 @@ def test_a_quantized_cache_of_any_bits_and_widths(
     for found, part, b, size in zip(cache.dequantize(), rows, *pairs, strict=True):
         packed = mx.quantize(part, group_size=size, bits=b)
         expected = mx.dequantize(*packed, group_size=size, bits=b)
-        assert mx.abs(found - expected).max().item() < 1e-6
+        assert mx.abs(found - expected).max() < 1e-6
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=precision_id)

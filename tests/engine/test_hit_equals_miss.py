@@ -129,7 +129,7 @@ def test_stored_rows_are_not_changed_by_requests_that_use_them(pair: Pair, tmp_p
         try:
             return [bytes(found.client.record(span)) for span in found.lease.spans]
         finally:
-            pair.warm.engine.link.drop(found.lease.id)
+            pair.warm.prefix.release(found)
 
     before = stored_bytes()
     for length in (520, 300, 17):

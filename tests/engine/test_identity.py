@@ -150,7 +150,7 @@ def test_every_part_makes_another_namespace() -> None:
     names = {namespace(parts) for parts in [PARTS, *others]}
     assert len(names) == 1 + len(others)
     assert all(len(name) == 32 for name in names)
-    reordered = replace(PARTS, codec=dict(reversed(PARTS.codec.items())))
+    reordered = replace(PARTS, codec=dict(reversed([*PARTS.codec.items()])))
     assert namespace(reordered) == namespace(PARTS)
 
 

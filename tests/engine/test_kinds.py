@@ -113,8 +113,8 @@ def test_of_a_row_in_a_batch_beside_another_one(
     for uid, held, one in saved[:: max(1, len(saved) // 4)]:
         tokens = (*TOKENS[: lengths[uids.index(uid)]], *replies[uid])[:held]
         expected = feed(model, make_prompt_cache(model), tokens, *rest(20))
-        found = feed(model, one.restore(), *rest(20))
-        assert mx.abs(found - expected).max() <= OTHER_CUTS
+        given = feed(model, one.restore(), *rest(20))
+        assert mx.abs(given - expected).max() <= OTHER_CUTS
     batch.close()
 
 

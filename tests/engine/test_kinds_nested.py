@@ -31,11 +31,11 @@ class Nested:
 
     def make_cache(self) -> list[Any]:
         made: list[Any] = [
-            CacheList(KVCache(), RotatingKVCache(8, 2), ArraysCache(2)),  # type: ignore[no-untyped-call]
-            ConcatenateKVCache(),  # type: ignore[no-untyped-call]
-            CacheList(ConcatenateKVCache()),  # type: ignore[no-untyped-call]
-            ChunkedKVCache(4),  # type: ignore[no-untyped-call]
-            KVCache(),  # type: ignore[no-untyped-call]
+            CacheList(KVCache(), RotatingKVCache(8, 2), ArraysCache(2)),
+            ConcatenateKVCache(),
+            CacheList(ConcatenateKVCache()),
+            ChunkedKVCache(4),
+            KVCache(),
         ]
         return made
 
@@ -105,7 +105,7 @@ def test_caches_of_several_come_back_as_they_were(position: int, alone: bool) ->
 def test_a_list_in_a_list_is_of_no_kind() -> None:
     class Deeper(Nested):
         def make_cache(self) -> list[Any]:
-            return [CacheList(CacheList(KVCache()))]  # type: ignore[no-untyped-call]
+            return [CacheList(CacheList(KVCache()))]
 
     with pytest.raises(NotCacheable, match="1 CacheList"):
         probe(LiveCaches(Deeper()))

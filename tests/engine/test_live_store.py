@@ -70,7 +70,7 @@ def test_ten_cycles_leave_the_bytes_as_they_are(
     model = save_tiny_model(tmp_path / "model", llama_config(layers=LAYERS), dtype=live_dtype)
     # On a CPU models compute in float32, for speed alone.
     monkeypatch.setattr(loading, "_to_float32", lambda _: False)
-    tokens, before = prompt(0, 100), []
+    tokens, before = prompt(0, 100), Arrays()
     kv = KvConfig((8, 4))
     for cycle in range(CYCLES):
         with in_process(model, store.socket, kv=kv, kv_rotate=rotate) as engine:

@@ -82,11 +82,12 @@ def stored_records(served: Served, tokens: list[int], rows: int) -> list[tuple[s
 
 
 def dequantized(bits: int, arrays: list[Any], *, rotated: bool) -> mx.array:
-    rows = mx.dequantize(*(mx.array(array) for array in arrays), group_size=64, bits=bits)
+    codes, scales, biases = (mx.array(array) for array in arrays)
+    rows = mx.dequantize(codes, scales, biases, group_size=64, bits=bits)
     return Rotation(SEED).undo(rows) if rotated else rows
 
 
-def unpacked(codes: Any, norms: Any, bits: int) -> mx.array:
+def unpacked(bits: int, codes: Any, norms: Any) -> mx.array:
     """TurboQuant as the record format tells it, bit by bit."""
     stream = np.unpackbits(codes, axis=-1, bitorder="little")
     numbers = stream.reshape(*codes.shape[:-1], -1, bits) @ (1 << np.arange(bits))
@@ -101,7 +102,7 @@ def decoded(codec: str, arrays: list[Any], *, rotated: bool) -> tuple[mx.array, 
         return mx.array(arrays[0]), mx.array(arrays[1])
     if codec.startswith("turbo"):
         bits = int(codec[-1])
-        return unpacked(*arrays[:2], bits), unpacked(*arrays[2:], bits)
+        return unpacked(bits, *arrays[:2]), unpacked(bits, *arrays[2:])
     keys, values = BITS[codec]
     return (
         dequantized(keys, arrays[:3], rotated=rotated),
@@ -113,7 +114,7 @@ def decoded_caches(served: Served, records: list[tuple[str, list[Any]]]) -> list
     """The oracle: each part decoded, joined, in mlx-lm's own caches."""
     rotated = "rotated" in served.name
     parts = [decoded(codec, arrays, rotated=rotated) for codec, arrays in records]
-    keys, values = (mx.concatenate(part, axis=2) for part in zip(*parts, strict=True))
+    keys, values = (mx.concatenate([*part], axis=2) for part in zip(*parts, strict=True))
     caches = []
     for layer in range(LAYERS):
         cache = KVCache()

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,9 +41,7 @@ class Watched:
         stream.cancel()
         for model, tokens in (("nobody's", 1), ("", 1 << 31)):
             code = refusal(
-                lambda model=model, tokens=tokens: served.generate(  # type: ignore[misc]
-                    model=model, prompt=ids([1]), max_tokens=tokens
-                )
+                partial(served.generate, model=model, prompt=ids([1]), max_tokens=tokens)
             ).code()
             assert code in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT)
         served.wait_idle()
@@ -51,7 +50,7 @@ class Watched:
 
     def settled(self) -> bool:
         outcomes = self.served.stats().outcomes
-        return sum(getattr(outcomes, name) for name in OUTCOMES) == 9
+        return bool(sum(getattr(outcomes, name) for name in OUTCOMES) == 9)
 
     def scrape(self) -> Scrape:
         return scrape(self.url)
@@ -140,7 +139,7 @@ def test_promtool_has_nothing_to_say(watched: Watched) -> None:
 def test_clients_cannot_make_series(watched: Watched) -> None:
     before = watched.scrape()
     for model in ("a", 'b"\n', "c" * 1000, "ü"):
-        error = refusal(lambda model=model: watched.served.generate(model=model, prompt=ids([1])))  # type: ignore[misc]
+        error = refusal(partial(watched.served.generate, model=model, prompt=ids([1])))
         assert error.code() == grpc.StatusCode.NOT_FOUND
     for prompt in (
         pb.Prompt(),

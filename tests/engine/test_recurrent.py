@@ -83,7 +83,7 @@ def test_an_empty_slot_comes_back_empty_and_a_dtype_as_it_was(index: int) -> Non
     policy = CodecPolicy.of(LAYOUT)
     batch = RecurrentCache.merge([cache(seed) for seed in range(3)])
     # Padding that is still to come, or was: of the batch, not of the state.
-    batch.prepare(lengths=[1, 2, 3])  # type: ignore[no-untyped-call]
+    batch.prepare(lengths=[1, 2, 3])
     batch.left_padding = mx.array([2, 0, 1])
     (restored,) = save(policy, [batch], range(9), 9, index).restore()
     assert type(restored) is RecurrentCache

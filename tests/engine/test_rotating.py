@@ -74,7 +74,7 @@ class WindowMachine(BatchMachine):
 
 def latest(rows: Fed, keep: int) -> tuple[mx.array, mx.array]:
     """What mlx-lm's cache of one request holds after these rows, in order, the last one decoded."""
-    cache: Any = RotatingKVCache(WINDOW, keep)  # type: ignore[no-untyped-call]
+    cache: Any = RotatingKVCache(WINDOW, keep)
     keys, values = (mx.array(part)[None] for part in rows)
     if keys.shape[2] > 1:
         cache.update_and_fetch(keys[:, :, :-1], values[:, :, :-1])
@@ -92,7 +92,7 @@ TestWindow.settings = SETTINGS
     "fed", [[], [1], [5], [16], [17], [40], [10, 1, 1], [40, 1, 1, 1], [1] * 37]
 )
 def test_a_window_is_made_from_mlx_lms(precision: Precision, keep: int, fed: list[int]) -> None:
-    source: Any = RotatingKVCache(WINDOW, keep)  # type: ignore[no-untyped-call]
+    source: Any = RotatingKVCache(WINDOW, keep)
     rows = none()
     for seed, count in enumerate(fed):
         new = draw(seed, HEADS, count)
@@ -181,7 +181,7 @@ def test_layers_that_read_the_rows_of_another_see_what_it_sees(config: Any) -> N
     for first, end in ((0, 12), (12, 40), (40, 41), (41, 59), (59, 60)):
         chunk = mx.array(tokens[None, first:end])
         found, expected = (model(chunk, cache=caches) for caches in (ours, theirs))
-        assert mx.abs(found - expected).max().item() < 1e-4
+        assert mx.abs(found - expected).max() < 1e-4
         # When the pass is over, what was seen is gone.
         mx.eval([cache.state for cache in ours])
         assert ours[0].keys_and_values()[0].shape[2] == min(end, WINDOW)

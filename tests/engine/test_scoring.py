@@ -101,6 +101,7 @@ def test_scores_are_those_of_rows_that_mlx_itself_quantized(
     assert row.mean_kl == pytest.approx(np.mean(divergences), rel=0.02, abs=1e-7)
     assert row.flip_rate == pytest.approx(np.mean(flips))
     assert row.mean_kl > 0
+    assert row.kl_error is not None
     assert row.kl_error > 0
 
 

@@ -14,6 +14,7 @@ from tests.support.daemons import Cachestore, short_directory, start_cachestore
 from tests.support.engines import assert_same, in_process
 from tests.support.models import (
     VOCABULARY_TOKENS,
+    Config,
     gemma3_config,
     gpt_bigcode_config,
     lfm2_config,
@@ -146,7 +147,7 @@ def test_a_model_that_gives_no_numbers_is_refused() -> None:
 # --- served as they can be, and cached as they can be --------------------------------------------
 
 
-KINDS = {
+KINDS: dict[str, Callable[[], Config]] = {
     "gemma3_text": gemma3_config,
     "mamba2": mamba2_config,
     "qwen3_next": qwen3_next_config,

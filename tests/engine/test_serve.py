@@ -135,7 +135,7 @@ def settings(model: Path, **fields: object) -> EngineConfig:
 def test_how_to_store_is_refused_where_nothing_is_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: dict[str, object]
 ) -> None:
-    monkeypatch.delitem(layout.STATE_KINDS, RecurrentCache)  # type: ignore[arg-type]
+    monkeypatch.delitem(layout.STATE_KINDS, RecurrentCache)
     model = save_tiny_model(tmp_path / "model", mamba2_config())
     (name,) = field
     flag = "--" + name.replace("_", "-")

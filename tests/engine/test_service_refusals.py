@@ -17,13 +17,14 @@ from engine.account import Accounts
 from engine.config import Listen
 from engine.core import Core
 from engine.prefix import Prefix
+from engine.remote import connect
 from engine.request import ModelLimits
 from engine.service import EngineService, ServedModel
 from engine.tokenizer import PromptEncoder
 from engine.v1 import engine_pb2 as pb
 from engine.v1 import engine_pb2_grpc
 from engine.worker import Worker
-from tests.support.engines import chat, connect, ids
+from tests.support.engines import chat, ids
 from tests.support.models import (
     CONTEXT_TOKENS,
     VOCABULARY_TOKENS,
@@ -130,6 +131,7 @@ def test_a_message_over_the_limit_is_refused(served: Served) -> None:
 
 def test_a_call_that_does_not_exist_is_unimplemented(served: Served) -> None:
     with grpc.insecure_channel(served.engine.listen.target) as channel:
+        call: grpc.UnaryUnaryMultiCallable[bytes, bytes]
         call = channel.unary_unary("/engine.v1.Engine/Explode")
         assert refusal(lambda: call(b"")).code() == grpc.StatusCode.UNIMPLEMENTED
 

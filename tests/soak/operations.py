@@ -67,7 +67,7 @@ class Restart:
     """Of the daemon at this place, by this signal."""
 
     place: str
-    number: int
+    number: signal.Signals
 
 
 def operation(seed: int, index: int, restarts: dict[int, Restart]) -> Operation:
@@ -88,7 +88,7 @@ def restarts(seed: int, operations: int) -> dict[int, Restart]:
         (0.4, 0.7, ("two",), 1000),
         (0.7, 0.98, ("store",), 2000),
     )
-    found = {}
+    found: dict[int, Restart] = {}
     for begin, end, places, operations_each in acts:
         deaths = [
             Restart(place, number)

@@ -40,8 +40,8 @@ def svg(outcome: Outcome) -> str:
         parts.append(_line(x(0), y(value), x(seconds), y(value), "#ddd"))
         parts.append(_text(LEFT - 6, y(value) + 4, str(value), "end"))
     for step in range(6):
-        value = seconds * step / 5
-        parts.append(_text(x(value), HEIGHT - BOTTOM + 16, f"{value:.0f}", "middle"))
+        second = seconds * step / 5
+        parts.append(_text(x(second), HEIGHT - BOTTOM + 16, f"{second:.0f}", "middle"))
     for when, restart in outcome.restarts:
         # Of whom, by colour; longer for SIGKILL.
         high = 14 if restart.number == signal.SIGKILL else 7

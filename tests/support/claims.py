@@ -53,8 +53,8 @@ class Writer:
 
     @property
     def extents(self) -> list[Extent]:
-        staged = (*self.reservation.pieces, *self.reservation.checkpoints)
-        return [each.extent for each in staged]
+        rows = [piece.extent for piece in self.reservation.pieces]
+        return rows + [staged.extent for staged in self.reservation.checkpoints]
 
     @property
     def bytes_held(self) -> int:

@@ -4,7 +4,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cachestore.client import Client, Lease, NewCheckpoint
+from cachestore.client import (
+    Checkpoint,
+    Client,
+    Lease,
+    NewCheckpoint,
+    Piece,
+    Span,
+    StagedCheckpoint,
+)
 
 NAMESPACE = bytes(range(32))
 OVERHEAD_BYTES = 100
@@ -50,15 +58,22 @@ def write(
             checkpoints=[NewCheckpoint(position, STATE_BYTES) for position in checkpoints or ()],
             conversation_start=conversation_start,
         )
+        staged: list[Piece | StagedCheckpoint] = [*reservation.pieces, *reservation.checkpoints]
         records = [payload(piece.first_token, piece.rows) for piece in reservation.pieces]
-        states = [state(staged.position) for staged in reservation.checkpoints]
-        for staged, record in zip(
-            (*reservation.pieces, *reservation.checkpoints), (*records, *states), strict=True
-        ):
-            client.extent(staged)[: len(record)] = record
+        states = [state(checkpoint.position) for checkpoint in reservation.checkpoints]
+        for each, record in zip(staged, (*records, *states), strict=True):
+            client.extent(each)[: len(record)] = record
         inserted += client.commit(reservation.id, [*map(len, records)], [*map(len, states)])
         end = reservation.end
     return inserted
+
+
+def records(client: Client, lease: Lease) -> list[memoryview]:
+    """Those of its spans, and of its checkpoint."""
+    held: list[Span | Checkpoint] = [*lease.spans]
+    if lease.checkpoint is not None:
+        held.append(lease.checkpoint)
+    return [client.record(each) for each in held]
 
 
 def is_intact(client: Client, lease: Lease) -> bool:

@@ -24,6 +24,7 @@ that FAKE_MANAGER names.
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -56,6 +57,7 @@ class Launchctl:
         self.state = state
 
     def run(self, command: str, *arguments: str) -> None:
+        commands: dict[str, Callable[..., None]]
         commands = {"print": self.print, "bootstrap": self.bootstrap, "bootout": self.bootout}
         commands |= {"kickstart": self.kickstart, "kill": self.kill}
         if command != "enable":

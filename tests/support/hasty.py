@@ -19,7 +19,7 @@ def program(
 if __name__ == "__main__":
     lapse, idle = float(sys.argv.pop(1)), float(sys.argv.pop(1))
     short = functools.partial(StoreConfig, lease_seconds=lapse, reservation_seconds=lapse)
-    assert cli.StoreConfig is StoreConfig  # where the flags become one
-    cli.StoreConfig = short  # type: ignore[assignment,misc]
+    assert vars(cli)["StoreConfig"] is StoreConfig  # where the flags become one
+    vars(cli)["StoreConfig"] = short
     checkpoints.BRANCH_IDLE_SECONDS = idle
     sys.exit(cli.main())

@@ -34,17 +34,17 @@ class Liar(grpc.GenericRpcHandler):
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         method = handler_call_details.method
-        ask = self._daemon.unary_unary(method)
+        ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._daemon.unary_unary(method)
         lie = self.lies.get(method.rpartition("/")[2])
 
         def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
-            metadata = [
+            metadata = tuple(
                 pair for pair in context.invocation_metadata() if pair[0].startswith("cachestore")
-            ]
+            )
             try:
-                truth: bytes = ask(request, metadata=metadata)
+                truth = ask(request, metadata=metadata)
             except grpc.RpcError as error:
-                context.abort(error.code(), error.details())
+                context.abort(error.code(), error.details() or "")
             if lie is None:
                 return truth
             self.told += 1

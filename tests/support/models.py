@@ -296,7 +296,7 @@ def tiny_model(config: Config, *, dtype: mx.Dtype = mx.float32, seed: int = 0) -
     module_name = "llama" if config["model_type"] == "mistral" else config["model_type"]
     module = importlib.import_module(f"mlx_lm.models.{module_name}")
     model = module.Model(module.ModelArgs.from_dict(config))
-    names_and_shapes = tree_flatten(model.parameters())
+    names_and_shapes: Any = tree_flatten(model.parameters())
     keys = mx.random.split(mx.random.key(seed), len(names_and_shapes))
     weights = [
         (name, _weight(name, array, key))
@@ -370,7 +370,7 @@ def _weight(name: str, array: mx.array, key: mx.array) -> mx.array:
         return mx.random.normal(array.shape, key=key)
     if array.ndim < 2:
         return 2.0 * array if "q_norm" in name else array
-    scale = array.shape[-1] ** -0.5
+    scale: float = array.shape[-1] ** -0.5
     if any(part in name for part in ("q_proj", "k_proj", "qkv")):
         scale *= 2.0
     return scale * mx.random.normal(array.shape, key=key)
@@ -378,13 +378,10 @@ def _weight(name: str, array: mx.array, key: mx.array) -> mx.array:
 
 def save_tiny_adapter(folder: Path, config: Config | None = None, *, seed: int = 0) -> Path:
     """Writes a LoRA adapter of rank 2 for the model of `config`, as mlx-lm reads them."""
-    settings = {
-        "fine_tune_type": "lora",
-        "num_layers": 2,
-        "lora_parameters": {"rank": 2, "scale": 10.0, "dropout": 0.0},
-    }
+    layers, parameters = 2, {"rank": 2, "scale": 10.0, "dropout": 0.0}
+    settings = {"fine_tune_type": "lora", "num_layers": layers, "lora_parameters": parameters}
     model = tiny_model(llama_config() if config is None else config)
-    linear_to_lora_layers(model, settings["num_layers"], settings["lora_parameters"])
+    linear_to_lora_layers(model, layers, parameters)
     names_and_arrays: Any = tree_flatten(model.trainable_parameters())
     shapes = [(name, array.shape) for name, array in names_and_arrays if "lora" in name]
     keys = mx.random.split(mx.random.key(seed), len(shapes))

@@ -9,10 +9,11 @@ from typing import Any
 import grpc
 import pytest
 
+from engine.remote import connect
 from engine.v1 import engine_pb2 as pb
 from engine.v1 import engine_pb2_grpc
 from tests.support.daemons import Cachestore, short_directory, start_cachestore
-from tests.support.engines import EngineDaemon, connect, ids, start_engine
+from tests.support.engines import EngineDaemon, ids, start_engine
 from tests.support.models import Config, save_tiny_model
 from tests.support.waiting import until
 

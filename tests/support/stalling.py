@@ -23,12 +23,12 @@ if __name__ == "__main__":
     gate = Path(sys.argv.pop(1))
     turn = Core.turn
 
-    def stalling(core: Core) -> bool:
-        while len(core) and gate.exists():
+    def stalling(self: Core) -> bool:
+        while len(self) and gate.exists():
             if dying:
                 raise RuntimeError("planted")
             time.sleep(0.01)
-        return turn(core)
+        return turn(self)
 
     Core.turn = stalling  # type: ignore[method-assign]
     runpy.run_module("engine", run_name="__main__", alter_sys=True)

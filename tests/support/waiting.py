@@ -9,7 +9,7 @@ _Found = TypeVar("_Found")
 _POLL_SECONDS = 0.01
 
 
-def until(probe: Callable[[], _Found], what: str, seconds: float = 10.0) -> _Found:
+def until(probe: Callable[[], _Found | None], what: str, seconds: float = 10.0) -> _Found:
     """The first true value of `probe`; fails when there is none in time."""
     deadline = time.monotonic() + seconds
     while True:

@@ -16,11 +16,12 @@ from cachestore.config import EXTENT_UNIT_BYTES
 from engine.checkpoints import TOKENS_APART_MIN
 from engine.kv.codec import CodecPolicy
 from engine.kv.live import LiveCaches
+from engine.remote import connect
 from engine.v1 import engine_pb2 as pb
 from tests.support import hasty
 from tests.support.checkpoints import lossless
 from tests.support.daemons import Cachestore, start_cachestore
-from tests.support.engines import EngineDaemon, chat, connect, ids, in_process, start_engine
+from tests.support.engines import EngineDaemon, chat, ids, in_process, start_engine
 from tests.support.faulty import Death
 from tests.support.models import (
     Config,
@@ -111,8 +112,8 @@ def test_the_second_turn_of_a_chat_hits(directory: Path, cachestore: Cachestore,
         _, _, usage = ask(engine, chat(SYSTEM, ("user", "Hello there")))
         assert usage.cached_tokens > usage.prompt_tokens - TOKENS_APART_MIN
     with in_process(directory / "model", None) as cold:
-        for prompt, tokens in replies:
-            assert cold.ask(prompt, REPLY_TOKENS).tokens[:REPLY_TOKENS] == tokens
+        for asked_with, tokens in replies:
+            assert cold.ask(asked_with, REPLY_TOKENS).tokens[:REPLY_TOKENS] == tokens
 
 
 def test_a_crowd_on_one_system_prompt_computes_it_once(

@@ -166,4 +166,4 @@ def run_demo(directory: Path) -> float:
         assert phase["cached_tokens"] > 0.9 * phase["prompt_tokens"]
         assert phase["decode_tokens_per_second"] > 0
         assert phase["store_bytes"] >= phases[0]["store_bytes"] > 0
-    return max(phase["ttft_ms"] for phase in phases[1:]) / phases[0]["ttft_ms"]
+    return float(max(phase["ttft_ms"] for phase in phases[1:]) / phases[0]["ttft_ms"])

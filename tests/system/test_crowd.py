@@ -12,9 +12,10 @@ import grpc
 import numpy as np
 import pytest
 
+from engine.remote import connect
 from engine.v1 import engine_pb2 as pb
 from tests.support.daemons import Cachestore, short_directory, start_cachestore
-from tests.support.engines import EngineDaemon, connect, ids, start_engine
+from tests.support.engines import EngineDaemon, ids, start_engine
 from tests.support.models import save_tiny_model
 from tests.support.waiting import until
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from cachestore.client import Client
+from engine.remote import connect
 from engine.v1 import engine_pb2 as pb
 from engine.v1 import engine_pb2_grpc
 from tests.support.daemons import Cachestore, end_store, start_cachestore
-from tests.support.engines import connect, ids, start_engine
+from tests.support.engines import ids, start_engine
 from tests.support.models import save_tiny_model
 from tests.support.slabs import held_slabs, slabs_of_all_processes
 from tests.support.waiting import until

@@ -14,7 +14,7 @@ from cachestore.deploy.place import Place as Folders
 from cachestore.deploy.place import launchd_place
 from cachestore.deploy.service import ENGINE, LABELS, Setup, services
 from cachestore.doctor import checks, facts, limits
-from cachestore.doctor.finding import RunningEngine
+from cachestore.doctor.finding import EngineReport, RunningEngine
 from cachestore.doctor.places import Lock, Meeting, Place
 from engine import doctor
 
@@ -62,7 +62,7 @@ def test_a_small_dev_shm_is_found_where_slabs_are_in_it() -> None:
         shm_bytes=64 << 20,
     )
     store = facts.RunningStore(1, "1", True, 0, 8 << 30, 0, 0, 1024)
-    given = facts.Facts("1", machine, (), (), 8 << 30, MEETING, store, facts.EngineReport((), None))
+    given = facts.Facts("1", machine, (), (), 8 << 30, MEETING, store, EngineReport((), None))
     (found,) = checks.findings(given)
     assert found.check == "shared-memory"
     assert "/dev/shm holds 64.0 MiB" in found.problem
@@ -87,7 +87,7 @@ def test_what_a_daemon_says_does_not_move_the_cursor() -> None:
     machine = facts.Machine(os.geteuid(), 64 << 30, 1024, "", None)
     engine = RunningEngine("unix:/e", 2, "\x1b[2J\n9", "m", 1 << 30, True)
     store = facts.RunningStore(1, "1", True, 1, 16 << 30, 0, 0, 1024)
-    report = facts.EngineReport((), engine)
+    report = EngineReport((), engine)
     given = facts.Facts("1", machine, (), (), 16 << 30, MEETING, store, report)
     (found,) = checks.findings(given)
     assert "is version ?[2J?9, installed" in str(found)
@@ -100,7 +100,7 @@ def test_a_model_beside_the_budget_counts() -> None:
     for gib, wrong in ((30, False), (40, True)):
         engine = RunningEngine("unix:/e", 2, "1", "m", gib << 30, True)
         given = facts.Facts(
-            "1", machine, (), (), 16 << 30, MEETING, store, facts.EngineReport((), engine)
+            "1", machine, (), (), 16 << 30, MEETING, store, EngineReport((), engine)
         )
         found = checks.findings(given)
         assert [finding.check for finding in found] == (["memory"] if wrong else [])
@@ -153,7 +153,7 @@ def test_services_of_a_mac_are_found_with_and_without_a_login(
     monkeypatch.setattr(facts, "system_place", place)
     monkeypatch.setattr("sys.platform", "darwin")
     machine = facts.Machine(os.geteuid(), 64 << 30, 1024, "", None)
-    found, nothing = tuple(facts.installed_services()), facts.EngineReport((), None)
+    found, nothing = tuple(facts.installed_services()), EngineReport((), None)
     said = checks.findings(
         facts.Facts("1", machine, (), found, 8 << 30, replace(MEETING, why_not="no"), None, nothing)
     )

@@ -19,10 +19,11 @@ import pytest
 
 from cachestore import endpoint
 from cachestore.client import StoreRefused, StoreUnavailable
+from engine.remote import connect
 from engine.v1 import engine_pb2 as pb
 from tests.support import entries
 from tests.support.daemons import Cachestore, start_cachestore
-from tests.support.engines import EngineDaemon, connect, ids, start_engine
+from tests.support.engines import EngineDaemon, ids, start_engine
 from tests.support.models import save_tiny_model
 from tests.support.rounds import ROUNDS
 from tests.support.slabs import held_slabs, slabs_of_all_processes

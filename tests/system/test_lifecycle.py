@@ -5,23 +5,25 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from engine.remote import connect
 from engine.v1 import engine_pb2 as pb
 from tests.support import stalling
 from tests.support.daemons import Cachestore
-from tests.support.engines import EngineDaemon, chat, connect, ids, start_engine
+from tests.support.engines import EngineDaemon, chat, ids, start_engine
 from tests.support.manager import Manager
 from tests.support.models import save_tiny_model
 from tests.support.reflection import services
 from tests.support.served import refusal
 from tests.support.waiting import until
 
-LONG = {"prompt": ids([1, 2, 3]), "max_tokens": 2000, "ignore_eos": True}
+LONG: dict[str, Any] = {"prompt": ids([1, 2, 3]), "max_tokens": 2000, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +137,7 @@ def test_streams_end_within_the_time_to_drain_or_with_a_status(
         began = time.monotonic()
         assert list(short)[-1].HasField("done")
         for stream in longs:
-            assert refusal(lambda each=stream: list(each)).code() == grpc.StatusCode.UNAVAILABLE
+            assert refusal(partial(list, stream)).code() == grpc.StatusCode.UNAVAILABLE
         assert engine.process.wait(20) == 0
         assert time.monotonic() - began < 8
     stats = cachestore.stats()
@@ -178,7 +180,7 @@ def test_a_dead_worker_ends_the_process_after_every_caller_has_a_status(
             next(stream)
         gate.touch()
         for stream in streams:
-            error = refusal(lambda each=stream: list(each))
+            error = refusal(partial(list, stream))
             assert error.code() == grpc.StatusCode.INTERNAL
             assert "the engine's worker died" in str(error.details())
         assert engine.process.wait(20) == 1

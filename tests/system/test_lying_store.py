@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -192,8 +193,7 @@ def test_a_load_that_fails_at_any_layer(
             raise MemoryError(f"layer {layer}")
         return whole(block)
 
-    cut = attach.plan
-    monkeypatch.setattr(attach, "plan", lambda *sources: cut(*sources, block_bytes=1))
+    monkeypatch.setattr(attach, "plan", partial(attach.plan, block_bytes=1))
     monkeypatch.setattr(attach.Block, step, fail)
     assert_miss("Lookup", lambda _, truth: truth)
     monkeypatch.undo()

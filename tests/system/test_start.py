@@ -146,7 +146,7 @@ def test_who_comes_while_it_loads_is_told_so(directory: Path) -> None:
         for call in calls:
             with pytest.raises(grpc.RpcError, match="the engine is loading its model") as refused:
                 call()
-            assert refused.value.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+            assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
         assert_ends(directory, engine.process, signal.SIGTERM)
 
 
@@ -182,7 +182,7 @@ def test_whoever_asks_twice_does_not_wait_for_the_drain(directory: Path) -> None
 
         def draining() -> bool:
             try:
-                stub.Generate(pb.GenerateRequest(prompt=ids([1, 2]), max_tokens=1)).next()
+                next(stub.Generate(pb.GenerateRequest(prompt=ids([1, 2]), max_tokens=1)))
             except grpc.RpcError:
                 return True
             return False

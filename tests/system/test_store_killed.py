@@ -10,10 +10,11 @@ import pytest
 
 from cachestore import record
 from engine import attach
+from engine.remote import connect
 from engine.v1 import engine_pb2 as pb
 from tests.support import entries
 from tests.support.daemons import Cachestore, short_directory, start_cachestore
-from tests.support.engines import EngineDaemon, connect, ids, in_process, start_engine
+from tests.support.engines import EngineDaemon, ids, in_process, start_engine
 from tests.support.faulty import Death
 from tests.support.models import llama_config, qwen3_next_config, save_tiny_model
 from tests.support.waiting import until
