@@ -117,8 +117,8 @@ def batched(
 def shaken(engine: InProcess, direction: int) -> Iterator[None]:
     """Every weight is a little off, always by the same; -1 is the opposite of 1."""
 
-    def shake(core: Core) -> list[tuple[str, mx.array]]:
-        weights = tree_flatten(core.caches.model.parameters())
+    def shake(core: Core) -> Any:
+        weights: Any = tree_flatten(core.caches.model.parameters())
         keys = mx.random.split(mx.random.key(0), len(weights))
         other = [
             (name, _off(weight, key, direction))

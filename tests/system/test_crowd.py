@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -89,7 +90,7 @@ def stage() -> Iterator[Stage]:
 @contextlib.contextmanager
 def led(
     stage: Stage, leader: EngineDaemon, prompts: list[list[int]], engines: tuple[EngineDaemon, ...]
-) -> Iterator[tuple[grpc.Call, list[Future[list[int]]]]]:
+) -> Iterator[tuple[Any, list[Future[list[int]]]]]:
     """The first of a crowd computes, and the others wait for it, each in one of the engines."""
     with connect(leader.listen) as stub, ThreadPoolExecutor(CROWD) as pool:
         first = stub.Generate(request(prompts[0]))
