@@ -12,7 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +21,7 @@ from cachestore.client import Client, StoreRefused, StoreUnavailable
 from cachestore.v1 import cachestore_pb2 as pb
 from tests.support import entries
 from tests.support.daemons import Cachestore, short_directory, start_cachestore
+from tests.support.fuzz import is_message, mutated
 from tests.support.slabs import held_slabs
 from tests.support.waiting import until
 
@@ -132,15 +133,6 @@ def connected(path: Path, *frames: frame.Frame) -> Iterator[socket.socket]:
         yield peer
 
 
-def mutated(valid: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
-    """Valid bytes of which a piece was replaced by other ones, of any length."""
-
-    def replaced(data: bytes, start: int, length: int, noise: bytes) -> bytes:
-        return data[:start] + noise + data[start + length :]
-
-    return st.builds(replaced, valid, st.integers(0, 60), st.integers(0, 8), st.binary(max_size=12))
-
-
 FRAMES = st.sampled_from(
     [HELLO, {"slab": 1}, {"unmapped": 1}, {"slab": 2**63}, {"unmapped": 0}]
 ).map(frame.encode)
@@ -234,14 +226,6 @@ def answer_to(channel: grpc.Channel, client: Client, method: str, data: bytes) -
     call = channel.unary_unary(f"/cachestore.v1.Cachestore/{method}")
     code: grpc.StatusCode = call.future(data, timeout=5, metadata=client._metadata).code()
     return code
-
-
-def is_message(of: type[Message], data: bytes) -> bool:
-    try:
-        of.FromString(data)
-    except DecodeError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize(("method", "valid"), REQUESTS, ids=[name for name, _ in REQUESTS])
