@@ -34,11 +34,13 @@ STEPS = (
     Death("after", "cachestore.store:Store.lookup", call=2),
     # Of a lease: a session that has none asks now and then, too, which slabs it can give back.
     Death("before", "cachestore.lease:Claims.renew"),
+    Death("after", "cachestore.lease:Claims.renew"),
     Death("before", "cachestore.store:Store.reserve", call=3),
     Death("after", "cachestore.store:Store.reserve", call=3),
     Death("before", "cachestore.store:Store.commit", call=2),
     Death("after", "cachestore.store:Store.commit", call=2),
     Death("before", "cachestore.store:Store.release", call=2),
+    Death("after", "cachestore.store:Store.release", call=2),
 )
 HANDOVERS = (
     Death("before", "cachestore.retirement:Retirement.give", call=2),
