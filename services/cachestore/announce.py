@@ -1,5 +1,6 @@
 """Rows that somebody is computing and will commit: others can wait for them."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cachestore.checkpoints import deepest
@@ -108,20 +109,21 @@ class Announcements:
             to_come = max(to_come, worth - max(announcement.rows_done, rows_held))
         return to_come if to_come >= (self._rows_min_waited if waited else self._rows_min) else 0
 
-    def check(self, of_leases: list[Announcement]) -> None:
-        """Verify every invariant, given the announcements of all leases."""
-        held = [one for others in self._of_namespace.values() for one in others]
-        assert set(held) == set(of_leases)
-        assert len(held) == len(of_leases)
-        assert all(self._of_namespace.values())
+    def checks(self, of_leases: Sequence[Announcement]) -> Iterator[int]:
+        """Verify every invariant, as Store.checks does, given the announcements of all leases."""
+        expected = set(of_leases)
+        assert len(self) == len(expected) == len(of_leases)
         tokens: dict[int, int] = {}
         for namespace, others in self._of_namespace.items():
+            assert others
             for one in others:
                 count = len(one.tokens) // TOKEN_BYTES
+                assert one in expected
                 assert one.namespace == namespace
                 assert 0 <= one.rows_done <= count
                 assert all(1 <= position <= count for position in one.checkpoints or ())
                 tokens[one.session] = tokens.get(one.session, 0) + count
+                yield 1
         assert tokens == self._tokens_of_session
         assert max(tokens.values(), default=0) <= self._tokens_max
 

@@ -1,6 +1,7 @@
 """Which bytes of the slabs belong to what. The memory itself is not touched here."""
 
 from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -75,6 +76,7 @@ class Arena:
         self._last_slab_id = 0
         self._last_generation = 0
         self.bytes_slabs = 0
+        self.changes = 0  # since it was made
 
     @property
     def slabs(self) -> int:
@@ -114,8 +116,8 @@ class Arena:
     def bytes_in(self, state: State) -> int:
         return self._bytes[state]
 
-    def held(self, state: State) -> set[Extent]:
-        return self._held[state].copy()
+    def held(self, state: State) -> AbstractSet[Extent]:
+        return self._held[state]
 
     def add_slab(self, size_bytes: int) -> int:
         assert size_bytes > 0
@@ -123,6 +125,7 @@ class Arena:
         self._last_slab_id += 1
         self._slabs[self._last_slab_id] = _Slab(size_bytes)
         self.bytes_slabs += size_bytes
+        self.changes += 1
         self._add_hole(Hole(size_bytes, self._last_slab_id, 0))
         return self._last_slab_id
 
@@ -132,10 +135,12 @@ class Arena:
         self._remove_hole(slab.hole_at[0])
         del self._slabs[slab_id]
         self._retiring[slab_id] = slab.bytes
+        self.changes += 1
 
     def remove_slab(self, slab_id: int) -> None:
         """The memory of a retired slab is given back."""
         self.bytes_slabs -= self._retiring.pop(slab_id)
+        self.changes += 1
 
     def allocate(self, length: int) -> Extent | None:
         """A reserved extent, or None when no hole is large enough."""
@@ -186,35 +191,51 @@ class Arena:
             gaps.add(gaps.pop(index) - length)
         return True
 
-    def check(self) -> None:
-        """Verify every invariant, in time proportional to all extents."""
-        tiles = sorted(
-            [(e.slab_id, e.offset, e.length) for held in self._held.values() for e in held]
-            + [(h.slab_id, h.offset, h.length) for h in self._holes]
-        )
-        ends = dict.fromkeys(self._slabs, 0)
-        for slab_id, offset, length in tiles:
-            assert ends[slab_id] == offset, "extents overlap or leave a gap"
-            assert length > 0
-            assert length % EXTENT_UNIT_BYTES == 0
-            ends[slab_id] += length
-        assert ends == {slab_id: slab.bytes for slab_id, slab in self._slabs.items()}
-        assert not self._slabs.keys() & self._retiring.keys()
-        assert self.bytes_slabs == sum(ends.values()) + self.bytes_retiring
+    def checks(self) -> Iterator[int]:
+        """Verify every invariant, as Store.checks does."""
+        lengths: dict[int, dict[int, int]] = {slab_id: {} for slab_id in self._slabs}
+        generations: set[int] = set()
         for state, held in self._held.items():
-            assert self._bytes[state] == sum(extent.length for extent in held)
-        generations = [extent.generation for held in self._held.values() for extent in held]
-        assert len(generations) == len(set(generations))
-        assert max(generations, default=0) <= self._last_generation
+            size = 0
+            for extent in held:
+                assert 0 < extent.generation <= self._last_generation
+                generations.add(extent.generation)
+                lengths[extent.slab_id][extent.offset] = extent.length
+                size += extent.length
+                yield 1
+            assert self._bytes[state] == size
+        extents = sum(map(len, self._held.values()))
+        assert len(generations) == extents
+        yield from self._check_holes(lengths)
+        assert sum(map(len, lengths.values())) == extents + len(self._holes), "extents overlap"
         for slab_id, slab in self._slabs.items():
-            self._check_holes(slab_id, slab)
+            tiles, end = lengths.pop(slab_id), 0
+            while end < slab.bytes:
+                length = tiles.pop(end, 0)
+                assert length > 0, "extents overlap or leave a gap"
+                assert length % EXTENT_UNIT_BYTES == 0
+                end += length
+                yield 1
+            assert end == slab.bytes
+            assert not tiles, "extents overlap or lie outside of their slab"
+        assert not self._slabs.keys() & self._retiring.keys()
+        size = sum(slab.bytes for slab in self._slabs.values())
+        assert self.bytes_slabs == size + self.bytes_retiring
 
-    def _check_holes(self, slab_id: int, slab: _Slab) -> None:
-        holes = [hole for hole in self._holes if hole.slab_id == slab_id]
-        assert slab.bytes_free == sum(hole.length for hole in holes)
-        assert slab.hole_at == {hole.offset: hole for hole in holes}
-        assert slab.hole_until == {hole.offset + hole.length: hole for hole in holes}
-        assert not slab.hole_at.keys() & slab.hole_until.keys(), "two holes touch"
+    def _check_holes(self, lengths: dict[int, dict[int, int]]) -> Iterator[int]:
+        """Adds their lengths, by slab and offset."""
+        bytes_free = dict.fromkeys(self._slabs, 0)
+        for hole in self._holes:
+            slab, end = self._slabs[hole.slab_id], hole.offset + hole.length
+            assert slab.hole_at[hole.offset] == slab.hole_until[end] == hole
+            assert end not in slab.hole_at, "two holes touch"
+            lengths[hole.slab_id][hole.offset] = hole.length
+            bytes_free[hole.slab_id] += hole.length
+            yield 1
+        slabs = self._slabs.values()
+        assert [slab.bytes_free for slab in slabs] == list(bytes_free.values())
+        assert sum(len(slab.hole_at) for slab in slabs) == len(self._holes)
+        assert sum(len(slab.hole_until) for slab in slabs) == len(self._holes)
 
     def _gaps(self, extents: Iterable[Extent]) -> Iterator[int]:
         ends = dict.fromkeys(self._slabs, 0)
@@ -229,6 +250,7 @@ class Arena:
         extent = Extent(slab_id, offset, length, self._last_generation)
         self._held[state].add(extent)
         self._bytes[state] += length
+        self.changes += 1
         return extent
 
     def _open(self, slab_id: int, start: int, end: int) -> None:
@@ -251,6 +273,7 @@ class Arena:
     def _take(self, extent: Extent, state: State) -> None:
         self._held[state].remove(extent)
         self._bytes[state] -= extent.length
+        self.changes += 1
 
     def _add_hole(self, hole: Hole) -> None:
         slab = self._slabs[hole.slab_id]

@@ -2,7 +2,7 @@
 
 import heapq
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cachestore.config import StoreConfig
@@ -169,11 +169,13 @@ class Catalog:
         """What is pinned here, once for each pin."""
         return list(self._pinned.values())
 
-    def check(self) -> None:
+    def checks(self) -> Iterator[int]:
+        """Verify every invariant, as Store.checks does."""
         for record_id, kept in self._pinned.items():
             now = _up_to(self._holdings.inventory.stored[record_id])
             assert now.path == kept.path
             assert set(kept.checkpoints) <= set(now.checkpoints)
+            yield len(now.stored)
 
 
 def busiest(records: Iterable[Record], limit: int) -> list[Record]:

@@ -1,6 +1,6 @@
 """Who leaves first. A policy chooses victims; the store carries them out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from sortedcontainers import SortedDict
@@ -72,16 +72,20 @@ class LeastRecentlyUsed:
         assert victim is None or victim.idle
         return victim
 
-    def check(self, stored: Sequence[Candidate]) -> None:
-        """Verify the candidates against all that is in a tree."""
-        records = [each for each in stored if isinstance(each, Record)]
-        unreachable = {record for record in records if record.unreachable}
-        assert self._unreachable.keys() == unreachable
-        idle = [each for each in stored if each.idle and each not in unreachable]
-        assert dict(self._candidates) == {each.last_used: each for each in idle}
-        assert len(self._candidates) == len(idle)
-        assert not any(record.checkpointed for record in idle if isinstance(record, Record))
-        assert all(0 < each.last_used <= self._uses for each in stored)
+    def checks(self, stored: Sequence[Candidate]) -> Iterator[int]:
+        """Verify the candidates, as Store.checks does, against all that is in a tree."""
+        unreachable = candidates = 0
+        for each in stored:
+            assert 0 < each.last_used <= self._uses
+            if isinstance(each, Record) and each.unreachable:
+                assert each in self._unreachable
+                unreachable += 1
+            elif each.idle:
+                assert self._candidates.get(each.last_used) is each
+                candidates += 1
+            yield 1
+        assert len(self._unreachable) == unreachable
+        assert len(self._candidates) == candidates
 
     def _withdraw(self, candidate: Candidate) -> None:
         if isinstance(candidate, Record):

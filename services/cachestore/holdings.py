@@ -1,6 +1,6 @@
 """What is held: namespaces with their trees, the bytes of all that is in them, and who leaves."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -51,6 +51,7 @@ class Holdings:
         self.namespaces: dict[bytes, Namespace] = {}
         self.departures = Departures()
         self.growing = True
+        self.changes = 0  # of what is pinned
         self._config = config
         self._policy = LeastRecentlyUsed()
 
@@ -85,11 +86,13 @@ class Holdings:
         """Let none of it leave until it is unpinned as often."""
         for stored in kept.stored:
             self.inventory.pin(stored)
+        self.changes += 1
         self._settle(kept)
 
     def unpin(self, kept: Kept) -> None:
         for stored in kept.stored:
             self.inventory.unpin(stored)
+        self.changes += 1
         self._settle(kept)
 
     def require_bytes(self, needed: int) -> None:
@@ -209,26 +212,28 @@ class Holdings:
         if namespace.tree.records == 0:
             del self.namespaces[stored.namespace]
 
-    def check(self) -> None:
-        """Verify every invariant, in time proportional to everything that is held."""
-        self.arena.check()
+    def checks(self) -> Iterator[int]:
+        """Verify every invariant, as Store.checks does."""
+        yield from self.arena.checks()
         stored: list[Candidate] = []
         for key, namespace in self.namespaces.items():
-            namespace.tree.check()
+            yield from namespace.tree.checks()
             assert namespace.tree.namespace == key
             assert namespace.tree.records > 0
-            records = list(namespace.tree)
-            checkpoints = [each for record in records for each in record.checkpoints.values()]
-            size = sum(checkpoint.bytes_held for checkpoint in checkpoints)
-            assert namespace.bytes_checkpoints == size
-            assert namespace.bytes_used == size + sum(record.bytes_held for record in records)
-            stored += [*records, *checkpoints]
-        self._policy.check(stored)
-        self.inventory.check(stored, self.arena.held(State.USED))
-        # What is pinned has only pinned records above it.
-        for pinned in (each for each in stored if each.pins > 0):
-            above = pinned.record if isinstance(pinned, Checkpoint) else pinned.parent
-            assert above is None or above.pins > 0 or above.parent is None
+            bytes_records = bytes_checkpoints = 0
+            for record in namespace.tree:
+                bytes_records += record.bytes_held
+                bytes_checkpoints += sum(c.bytes_held for c in record.checkpoints.values())
+                # What is pinned has only pinned records above it.
+                above = record.parent
+                assert not record.pins or above is None or above.parent is None or above.pins
+                assert record.pins or not any(c.pins for c in record.checkpoints.values())
+                stored += [record, *record.checkpoints.values()]
+                yield 1 + len(record.checkpoints)
+            assert namespace.bytes_checkpoints == bytes_checkpoints
+            assert namespace.bytes_used == bytes_records + bytes_checkpoints
+        yield from self._policy.checks(stored)
+        yield from self.inventory.checks(stored, self.arena.held(State.USED))
 
     def _insert_rows(
         self, namespace: Namespace, walk: Walk, staged: Staged, record_bytes: Sequence[int]

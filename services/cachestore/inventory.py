@@ -1,12 +1,18 @@
 """Everything that is stored, by id, by place and by what keeps it; and what it adds up to."""
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from itertools import pairwise
 
 from sortedcontainers import SortedList
 
 from cachestore.eviction import Candidate
 from cachestore.extent import Extent
+
+# At whatever is stored, to check it: that takes longer than elsewhere.
+_LOOKS = 4
 
 
 class Inventory:
@@ -78,18 +84,36 @@ class Inventory:
             self._pinned.remove(stored)
             self.bytes_pinned -= stored.bytes_held
 
-    def check(self, stored: Collection[Candidate], used: Collection[Extent]) -> None:
-        """Verify everything against what is in trees, and the extents that are in use."""
-        assert {each.id: each for each in stored} == self.stored
-        assert list(self.stored) == sorted(self.stored)
-        pinned = {each for each in stored if each.pins > 0}
-        assert self._pinned == pinned
-        assert self.bytes_pinned == sum(each.bytes_held for each in pinned)
-        assert self.bytes_padding == sum(each.span.bytes_padding for each in stored)
-        assert self.bytes_stranded == sum(each.span.bytes_stranded for each in stored)
-        extents = [each.span.extent for each in stored]
-        assert set(extents) == used
-        assert len(extents) == len(used)
-        at = {(each.span.extent.slab_id, each.span.extent.offset): each for each in stored}
-        assert self._at == at
-        assert list(self._lengths) == sorted(extent.length for extent in extents)
+    def checks(self, stored: Sequence[Candidate], used: AbstractSet[Extent]) -> Iterator[int]:
+        """Verify everything, as Store.checks does, against what is in trees, each once, and the
+        extents that are in use."""
+        counts = {len(self.stored), len(self._at), len(self._lengths), len(used)}
+        assert counts == {len(stored)}
+        lengths: Counter[int] = Counter()
+        pinned = bytes_pinned = bytes_padding = bytes_stranded = 0
+        for each in stored:
+            extent = each.span.extent
+            assert self.stored.get(each.id) is each
+            assert self._at.get((extent.slab_id, extent.offset)) is each
+            assert extent in used
+            assert (each in self._pinned) == (each.pins > 0)
+            lengths[extent.length] += 1
+            pinned += each.pins > 0
+            bytes_pinned += each.bytes_held if each.pins > 0 else 0
+            bytes_padding += each.span.bytes_padding
+            bytes_stranded += each.span.bytes_stranded
+            yield _LOOKS
+        assert len(self._pinned) == pinned
+        assert self.bytes_pinned == bytes_pinned
+        assert self.bytes_padding == bytes_padding
+        assert self.bytes_stranded == bytes_stranded
+        for before, after in pairwise(self.stored):
+            assert before < after
+            yield 1
+        before = 0
+        for length in self._lengths:
+            assert before <= length
+            before = length
+            lengths[length] -= 1
+            yield 1
+        assert not any(lengths.values())

@@ -106,6 +106,7 @@ async def _serve(config: ServerConfig, metrics: StoreMetrics) -> None:
         while not await _ended(stop, config, sessions):
             upkeep.tick()
             await upkeep.compact(Memory(slabs).move, stop.is_set)
+            await upkeep.check(stop.is_set)
             if not store.sound:
                 await health.set(False)
     finally:

@@ -1,6 +1,6 @@
 """Lookups, and what they open: leases, and announcements of rows to come."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cachestore.announce import Announcement, Announcements
@@ -74,6 +74,11 @@ class Serving:
         self._announcements = Announcements(
             config.record_tokens, config.max_announced_tokens_per_session
         )
+
+    @property
+    def changes(self) -> int:
+        """Of leases, with which announcements come and go."""
+        return self._leases.changes
 
     @property
     def leases(self) -> int:
@@ -160,10 +165,11 @@ class Serving:
         """What is pinned here, once for each lease."""
         return [lease.kept for lease in self._leases.held()]
 
-    def check(self) -> None:
-        self._leases.check()
+    def checks(self) -> Iterator[int]:
+        """Verify every invariant, as Store.checks does."""
+        yield from self._leases.checks()
         announced = [lease.announced for lease in self._leases.held()]
-        self._announcements.check([one for one in announced if one is not None])
+        yield from self._announcements.checks([one for one in announced if one is not None])
 
     def _announce(self, session: int, query: Query, walk: Walk) -> Announcement | None:
         if not query.checkpointed:

@@ -1,7 +1,7 @@
 """The store: sessions look up, lease, reserve and commit. Bytes of slabs are moved by others."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from cachestore.arena import State
 from cachestore.catalog import Catalog
@@ -260,16 +260,34 @@ class Store:
             check_failures=self._check_failures,
         )
 
+    @property
+    def changes(self) -> int:
+        """Grows with each change of what `checks` looks at: nothing of it changes without bytes,
+        pins, leases or reservations."""
+        parts = (self._holdings.arena, self._holdings, self._serving, self._staging)
+        return sum(part.changes for part in parts)
+
     def check(self) -> None:
         """Verify every invariant, in time proportional to everything that is held."""
-        self._holdings.check()
-        self._serving.check()
-        self._staging.check()
+        for _ in self.checks():
+            pass
+
+    def checks(self) -> Iterator[int]:
+        """The same a little at a time: yields how many things have been looked at since it last
+        did. No good any more once the store has changed in between, as `changes` says."""
+        yield from self._holdings.checks()
+        yield from self._serving.checks()
+        yield from self._staging.checks()
         assert self._holdings.arena.bytes_slabs <= self._config.budget_bytes
-        self._catalog.check()
-        claims = [*self._serving.kept(), *self._staging.kept(), *self._catalog.kept()]
-        pins = Counter(stored for kept in claims for stored in kept.stored)
-        assert pins == {each: each.pins for each in self.stored.values() if each.pins > 0}
+        yield from self._catalog.checks()
+        pins: Counter[Candidate] = Counter()
+        for kept in (*self._serving.kept(), *self._staging.kept(), *self._catalog.kept()):
+            pins.update(kept.stored)
+            yield len(kept.stored)
+        for each in self.stored.values():
+            assert pins.pop(each, 0) == each.pins
+            yield 1
+        assert not pins
 
     def _settle(self) -> None:
         self._settled()

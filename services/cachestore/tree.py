@@ -12,6 +12,9 @@ from cachestore.config import TOKEN_BYTES
 from cachestore.extent import Extent
 from cachestore.node import Checkpoint, Record, Span
 
+# At whatever is stored, to check it: that takes longer than elsewhere.
+_LOOKS = 8
+
 
 class MatchKind(IntEnum):
     """What a walk found, judged on the whole request. The first that applies counts."""
@@ -163,23 +166,29 @@ class Tree:
             yield record
             pending.extend(record.children.values())
 
-    def check(self) -> None:
-        """Verify every invariant, in time proportional to the whole tree."""
+    def checks(self) -> Iterator[int]:
+        """Verify every invariant, as Store.checks does."""
         assert self._root.rows == 0
         assert not self._root.marks
-        assert all(fork == 0 for fork, _ in self._root.children)
         assert not self._root.checkpoints
-        records = list(self)
-        for record in records:
+        ids: set[int] = set()
+        tokens = sequences = records = checkpoints = 0
+        for record in self:
             _check_record(record, self._root)
-        checkpoints = [each for record in records for each in record.checkpoints.values()]
-        ids = {stored.id for stored in (*records, *checkpoints)}
-        assert len(ids) == len(records) + len(checkpoints)
-        assert len(records) == self.records
-        assert len(checkpoints) == self.checkpoints
+            assert record.id not in ids, "two ways to a record, or one that goes round in a circle"
+            ids.add(record.id)
+            ids.update(checkpoint.id for checkpoint in record.checkpoints.values())
+            tokens += record.rows
+            sequences += len(record.marks)
+            records += 1
+            checkpoints += len(record.checkpoints)
+            yield _LOOKS * (1 + len(record.checkpoints))
+        assert len(ids) == records + checkpoints
+        assert self.records == records
+        assert self.checkpoints == checkpoints
         assert self.checkpointed or not checkpoints
-        assert self.tokens == sum(record.rows for record in records)
-        assert self.sequences == sum(len(record.marks) for record in records)
+        assert self.tokens == tokens
+        assert self.sequences == sequences
 
 
 def along(path: Sequence[Record], offset: int) -> list[Checkpoint]:
@@ -224,12 +233,12 @@ def _check_record(record: Record, root: Record) -> None:
     assert parent.children[record.fork, record.run[:TOKEN_BYTES]] is record
     assert record.namespace == root.namespace
     assert record.checkpointed == root.checkpointed
+    assert min(1, parent.rows) <= record.fork <= parent.rows  # the root has none
     assert record.start == parent.start + record.fork
     assert len(record.run) == record.rows * TOKEN_BYTES > 0
     assert record.span.first_row >= 0
     assert 0 < record.span.record_bytes <= record.span.extent.length
     assert all(1 <= mark <= record.rows for mark in record.marks)
-    assert all(1 <= fork <= record.rows for fork, _ in record.children)
     # Two ways to the same tokens would make the walk depend on the order of insertion.
     goes_on = parent.run[record.fork * TOKEN_BYTES :][:TOKEN_BYTES]
     assert goes_on != record.run[:TOKEN_BYTES]

@@ -1,17 +1,17 @@
 """Everything that is held, read and checked, a little at a time."""
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from cachestore import record
+from cachestore.check import Check
 from cachestore.eviction import Candidate
 from cachestore.store import Extent, Store
 
 SLICE_SECONDS = 0.005
-
-_log = logging.getLogger(__name__)
+# A store in use can change each time before all of it has been looked at.
+ATTEMPTS_MAX = 100
 
 
 @dataclass(slots=True)
@@ -26,18 +26,19 @@ class Progress:
 
 
 def verify(store: Store, now: float, memory: Callable[[Extent], memoryview]) -> Iterator[Progress]:
-    """Reads each record that is held at the beginning, and then checks the bookkeeping.
+    """Reads each record that is held at the beginning, and then checks the bookkeeping, which
+    makes a store that contradicts itself fail.
 
-    The store may change between two steps, each of which takes 5 ms, but for the last one: that
-    takes about 7 µs for each record, and makes a store that contradicts itself fail.
+    The store may change between two steps, each of which takes about 5 ms.
     """
-    ids = store.catalog(now).everything()
-    progress = Progress(0, len(ids), 0, sum(r.span.record_bytes for r in _held(store, ids)))
+    ids, statistics = list(store.stored)[::-1], store.statistics(now)
+    progress = Progress(0, len(ids), 0, statistics.bytes_used - statistics.bytes_padding)
     # Records of rows are alike, and so are checkpoints.
     like: dict[type, record.Record] = {}
     deadline = time.perf_counter() + SLICE_SECONDS
     for record_id in ids:
-        for held in _held(store, [record_id]):
+        held = store.stored.get(record_id)
+        if held is not None:
             try:
                 like[type(held)] = _read(held, memory(held.span.extent), like.get(type(held)))
             except (record.RecordError, ValueError) as error:
@@ -48,17 +49,16 @@ def verify(store: Store, now: float, memory: Callable[[Extent], memoryview]) -> 
             yield progress
             progress.problems.clear()
             deadline = time.perf_counter() + SLICE_SECONDS
-    try:
-        store.check()
-    except Exception as error:
-        _log.exception("the store contradicts itself and serves nothing from now on")
-        store.fail()
-        progress.problems.append(f"the bookkeeping contradicts itself: {error}; see the log")
+    check = Check(store)
+    while not check.over and check.attempts <= ATTEMPTS_MAX:
+        yield progress
+        progress.problems.clear()
+        check.step()
+    if check.problem:
+        progress.problems.append(check.problem)
+    elif not check.over:
+        progress.problems.append("the bookkeeping was not checked: the store is too busy for it")
     yield progress
-
-
-def _held(store: Store, record_ids: list[int]) -> Iterator[Candidate]:
-    return (held for held in map(store.stored.get, record_ids) if held is not None)
 
 
 def _read(held: Candidate, memory: memoryview, like: record.Record | None) -> record.Record:

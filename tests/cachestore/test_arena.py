@@ -4,6 +4,7 @@ import pytest
 
 from cachestore.arena import Arena, State, aligned
 from cachestore.extent import Extent
+from tests.support.whole import whole
 
 
 def arena_of(*slab_bytes: int) -> Arena:
@@ -16,7 +17,7 @@ def arena_of(*slab_bytes: int) -> Arena:
 def allocated(arena: Arena, length: int) -> Extent:
     extent = arena.allocate(length)
     assert extent is not None
-    arena.check()
+    whole(arena.checks())
     return extent
 
 
@@ -34,7 +35,7 @@ def test_extents_tile_the_slab_and_the_bytes_add_up() -> None:
     assert arena.bytes_free == 256
     arena.turn(first, State.USED)
     arena.turn(second, State.QUARANTINED)
-    arena.check()
+    whole(arena.checks())
     assert [arena.bytes_in(state) for state in State] == [0, 256, 512]
     assert arena.held(State.USED) == {first}
     assert arena.bytes_slabs == 1024
@@ -57,7 +58,7 @@ def test_freed_neighbours_become_one_hole_in_any_order(order: tuple[int, ...]) -
     extents = [allocated(arena, 256) for _ in range(4)]
     for index in order:
         arena.free(extents[index])
-        arena.check()
+        whole(arena.checks())
     assert allocated(arena, 1024).offset == 0
 
 
@@ -91,7 +92,7 @@ def test_freeing_twice_is_an_assertion_failure() -> None:
     with pytest.raises(AssertionError, match="freed twice"):
         arena.free(extent)
     arena.free(again)
-    arena.check()
+    whole(arena.checks())
 
 
 def test_a_foreign_extent_is_an_assertion_failure() -> None:
@@ -111,7 +112,7 @@ def test_states_have_one_direction() -> None:
     for extent, state in itertools.product((used, quarantined), State):
         with pytest.raises(AssertionError):
             arena.turn(extent, state)
-    arena.check()
+    whole(arena.checks())
 
 
 @pytest.mark.parametrize("length", [0, -256, 100])
@@ -154,4 +155,4 @@ def test_check_notices_lost_bytes() -> None:
     arena.turn(extent, State.USED)
     arena.bytes_slabs -= 256
     with pytest.raises(AssertionError):
-        arena.check()
+        whole(arena.checks())

@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cachestore.arena import Arena, State
 from cachestore.extent import Extent
 from tests.support.machines import MACHINE
+from tests.support.whole import whole
 
 UNIT = 256
 UNITS = st.integers(1, 6)
@@ -151,7 +152,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
     @invariant()
     def bytes_add_up(self) -> None:
-        self.arena.check()
+        whole(self.arena.checks())
         assert self.arena.slabs == len(self.slabs) + len(self.retiring)
         assert self.arena.bytes_retiring == sum(self.retiring.values()) * UNIT
         used = sum(self.slabs.values()) * UNIT

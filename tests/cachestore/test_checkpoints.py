@@ -16,6 +16,7 @@ from cachestore.extent import Extent
 from cachestore.node import Checkpoint, Span
 from cachestore.tree import Tree, Walk, along
 from tests.support.stores import NAMESPACE, packed
+from tests.support.whole import whole
 
 RECORD_TOKENS = 4
 
@@ -46,7 +47,7 @@ class Grown:
         added = [self.tree.attach(*walk.place(at), self.span(1)) for at in positions]
         for checkpoint in added:
             checkpoint.last_used = checkpoint.id
-        self.tree.check()
+        whole(self.tree.checks())
         return added
 
 
@@ -138,12 +139,12 @@ def test_check_notices_a_lost_checkpoint(grown: Grown) -> None:
     (checkpoint,) = grown.add(range(4), 2)
     checkpoint.offset = 3
     with pytest.raises(AssertionError):
-        grown.tree.check()
+        whole(grown.tree.checks())
     checkpoint.offset = 2
-    grown.tree.check()
+    whole(grown.tree.checks())
     grown.tree.checkpoints = 2
     with pytest.raises(AssertionError):
-        grown.tree.check()
+        whole(grown.tree.checks())
 
 
 def test_beneath_a_position_are_all_branches_that_leave_there_or_later(grown: Grown) -> None:

@@ -8,6 +8,7 @@ from cachestore.node import Record, Span
 from cachestore.store import Store
 from cachestore.tree import Tree
 from tests.support.stores import NAMESPACE, OTHER_NAMESPACE, Bench, packed, tiny_config
+from tests.support.whole import whole
 
 
 def add(tree: Tree, policy: LeastRecentlyUsed, ids: list[int]) -> Record:
@@ -22,7 +23,7 @@ def add(tree: Tree, policy: LeastRecentlyUsed, ids: list[int]) -> Record:
     if walk.path:
         policy.settle(walk.path[-1])
     policy.use([*walk.path, record])
-    policy.check(list(tree))
+    whole(policy.checks(list(tree)))
     return record
 
 
@@ -34,7 +35,7 @@ def evict(tree: Tree, policy: LeastRecentlyUsed) -> Candidate | None:
         above = tree.remove(victim)
         if above is not None:
             policy.settle(above)
-    policy.check(list(tree))
+    whole(policy.checks(list(tree)))
     return victim
 
 
@@ -49,7 +50,7 @@ def test_using_a_path_makes_all_of_it_recent() -> None:
     tree, policy = Tree(NAMESPACE), LeastRecentlyUsed()
     trunk, leaf, other = (add(tree, policy, ids) for ids in ([1], [1, 2], [9]))
     policy.use([trunk, leaf])
-    policy.check(list(tree))
+    whole(policy.checks(list(tree)))
     assert [evict(tree, policy) for _ in range(3)] == [other, leaf, trunk]
 
 

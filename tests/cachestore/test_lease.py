@@ -3,6 +3,7 @@ import itertools
 import pytest
 
 from cachestore.lease import Claims, random_id
+from tests.support.whole import whole
 
 
 def counted() -> Claims[str]:
@@ -17,14 +18,14 @@ def test_a_claim_is_held_until_its_deadline() -> None:
     assert claims.lapse(30.0) == [(1, claim_id, "rows")]
     assert claims.get(1, claim_id) is None
     assert len(claims) == claims.count(1) == 0
-    claims.check()
+    whole(claims.checks())
 
 
 def test_renewing_moves_the_deadline_and_the_order() -> None:
     claims = counted()
     first, second = claims.open(1, "a", now=0.0), claims.open(1, "b", now=10.0)
     assert claims.renew(1, first, now=20.0)
-    claims.check()
+    whole(claims.checks())
     assert claims.lapse(49.9) == [(1, second, "b")]
     assert claims.lapse(50.0) == [(1, first, "a")]
 
@@ -53,7 +54,7 @@ def test_closing_a_session_ends_its_claims_and_no_others() -> None:
     other = claims.open(2, "b", now=0.0)
     claims.open(1, "c", now=0.0)
     assert sorted(claims.close_session(1)) == ["a", "c"]
-    claims.check()
+    whole(claims.checks())
     assert claims.held() == ["b"]
     assert (claims.count(1), claims.count(2)) == (0, 1)
     assert claims.get(2, other) == "b"
@@ -76,4 +77,4 @@ def test_check_notices_deadlines_out_of_order() -> None:
     claims.open(1, "a", now=10.0)
     claims.open(1, "b", now=0.0)
     with pytest.raises(AssertionError):
-        claims.check()
+        whole(claims.checks())

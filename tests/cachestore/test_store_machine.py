@@ -12,6 +12,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from cachestore.check import Check
 from cachestore.node import Record
 from cachestore.store import Match, MatchKind, RefusalCode, Refused, Store
 from tests.support.claims import (
@@ -23,17 +24,13 @@ from tests.support.claims import (
     Writer,
     fill,
     fingerprint,
+    positions_of,
     read,
     state,
 )
 from tests.support.ledger import Ledger
 from tests.support.machines import MACHINE
-from tests.support.stores import (
-    RECORD_TOKENS,
-    RECORDS_PER_RESERVATION,
-    Bench,
-    tiny_config,
-)
+from tests.support.stores import RECORD_TOKENS, RECORDS_PER_RESERVATION, Bench, tiny_config
 
 NAMESPACES = st.sampled_from(sorted(ROW_BYTES))
 TOKENS_MAX = 18
@@ -43,18 +40,12 @@ SESSIONS_MAX = 3
 CHECKPOINTS_MAX = 2
 
 
-def positions_of(data: st.DataObject, namespace: bytes, ids: Ids) -> list[int] | None:
-    """Of checkpoints, where rows need some."""
-    if namespace != CHECKPOINTED:
-        return None
-    return sorted(data.draw(st.sets(st.integers(1, len(ids)), max_size=4)))
-
-
 class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.bench = Bench(Store(replace(tiny_config(), checkpoints_max=CHECKPOINTS_MAX)))
         self.store = self.bench.store
+        self.check = Check(self.store)
         self.sessions = [self.bench.session]
         self.writers: list[Writer] = []
         self.lapsed: list[Writer] = []
@@ -344,6 +335,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.remove_slab(slab_id)
         self.retiring.remove(slab_id)
         del self.bench.slabs[slab_id]
+
+    @rule(looks=st.integers(1, 100))
+    def check_a_little(self, looks: int) -> None:
+        """Whatever has happened since the step before does not look like a contradiction."""
+        self.check.step(looks)
+        assert not self.check.problem
 
     @rule()
     def flush(self) -> None:

@@ -4,6 +4,7 @@ from cachestore.extent import Extent
 from cachestore.node import Record, Span
 from cachestore.tree import MatchKind, Tree
 from tests.support.stores import NAMESPACE, packed
+from tests.support.whole import whole
 
 RECORD_TOKENS = 4
 
@@ -24,7 +25,7 @@ def store(tree: Tree, ids: list[int]) -> list[Record]:
         offset = end.rows
         added.append(end)
     tree.mark(end, offset)
-    tree.check()
+    whole(tree.checks())
     return added
 
 
@@ -134,7 +135,7 @@ def test_removing_the_end_of_a_sequence_leaves_a_shorter_one() -> None:
     assert not upper.idle
     assert tree.remove(lower) is upper
     assert upper.idle
-    tree.check()
+    whole(tree.checks())
     # Nothing longer is held, and no sequence ends there.
     assert tree.walk(packed([1, 2, 3, 4])).kind == MatchKind.LCP
     assert (tree.tokens, tree.sequences, tree.records) == (4, 0, 1)
@@ -193,8 +194,8 @@ def test_check_notices_a_wrong_count_and_a_lost_parent() -> None:
     tree = tree_of([1, 2, 3])
     tree.tokens += 1
     with pytest.raises(AssertionError):
-        tree.check()
+        whole(tree.checks())
     tree = tree_of([1, 2, 3, 4, 5])
     next(iter(tree)).fork = 1
     with pytest.raises((AssertionError, KeyError)):
-        tree.check()
+        whole(tree.checks())

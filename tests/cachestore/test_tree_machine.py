@@ -10,6 +10,7 @@ from cachestore.node import Checkpoint, Record, Span
 from cachestore.tree import MatchKind, Tree, Walk
 from tests.support.machines import MACHINE
 from tests.support.stores import NAMESPACE, packed
+from tests.support.whole import whole
 
 Ids = tuple[int, ...]
 # Few tokens, so that sequences share prefixes; bytes of one are not those of another shifted.
@@ -132,7 +133,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def counts_agree(self) -> None:
-        self.tree.check()
+        whole(self.tree.checks())
         assert self.tree.tokens == len(self.rows)
         assert self.tree.sequences == len(self.ends)
         assert self.tree.checkpoints == len(self.checkpoints)

@@ -1,40 +1,36 @@
+import asyncio
 import gc
-import itertools
 import logging
 import weakref
 from collections.abc import Iterator
 
 import pytest
 
+from cachestore.check import LOOKS_PER_STEP
 from cachestore.store import MatchKind, RefusalCode, Refused, Store
-from cachestore.upkeep import (
-    CHECK_SECONDS,
-    RETIRE_SECONDS,
-    STALL_SECONDS_MAX,
-    Upkeep,
-    calm_collector,
-)
-from tests.support.stores import Bench, tiny_config
+from cachestore.upkeep import CHECK_SECONDS, RETIRE_SECONDS, Upkeep, calm_collector
+from tests.support.stores import Bench, tiny_config, write_many
 
 
 class Day:
-    """A store, its upkeep, and how often it was checked."""
+    """A store, its upkeep, and how often a check of it has begun."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.bench = Bench(Store(tiny_config()))
+        self.bench = Bench(Store(tiny_config(slab_bytes=1 << 18)))
         self.calls = 0
         self.checks = 0
         self.retirements = 0
         self.upkeep = Upkeep(
             self.bench.store, lambda: self.bench.now, lambda: self.calls, self.retire
         )
-        check = self.bench.store.check
+        checks = self.bench.store.checks
 
-        def counted() -> None:
+        def counted() -> Iterator[int]:
             self.checks += 1
-            check()
+            return checks()
 
-        monkeypatch.setattr(self.bench.store, "check", counted)
+        monkeypatch.setattr(self.bench.store, "checks", counted)
+        monkeypatch.setattr("cachestore.upkeep._PAUSE_SECONDS", 0.0)
 
     def retire(self) -> None:
         self.retirements += 1
@@ -43,6 +39,7 @@ class Day:
         self.bench.now += seconds
         self.calls += calls
         self.upkeep.tick()
+        asyncio.run(self.upkeep.check(lambda: False))
 
 
 @pytest.fixture
@@ -63,13 +60,15 @@ def test_the_store_is_checked_when_idle_and_not_too_often(day: Day) -> None:
     assert day.checks == 0  # not idle
     day.pass_by(1.0)
     assert day.checks == 1
-    day.pass_by(1.0, calls=1)
+    day.bench.write(range(11))
     day.pass_by(1.0)
     assert day.checks == 1
+    day.bench.write(range(12))
     day.pass_by(CHECK_SECONDS)
     assert day.checks == 2
-    day.pass_by(CHECK_SECONDS)
-    assert day.checks == 2  # nobody called since
+    day.pass_by(CHECK_SECONDS, calls=1)
+    day.pass_by(1.0)
+    assert day.checks == 2  # nothing has changed since
 
 
 def test_slabs_are_given_back_after_a_long_time_without_calls(day: Day) -> None:
@@ -82,20 +81,46 @@ def test_slabs_are_given_back_after_a_long_time_without_calls(day: Day) -> None:
     assert day.retirements == 1
 
 
-@pytest.mark.parametrize(("records_measured_min", "checks"), [(0, 1), (100, 2)])
-def test_a_store_that_takes_long_is_not_checked_again(
-    day: Day, monkeypatch: pytest.MonkeyPatch, records_measured_min: int, checks: int
+def test_a_large_store_is_checked_over_several_seconds(
+    day: Day, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But what a check of few records takes says nothing of many: a store is empty at first."""
-    readings = itertools.count(0.0, STALL_SECONDS_MAX / 2)
-    monkeypatch.setattr("cachestore.upkeep.time.thread_time", lambda: next(readings))
-    monkeypatch.setattr("cachestore.upkeep._RECORDS_MEASURED_MIN", records_measured_min)
-    day.bench.write(range(1))
-    for _ in range(2):
-        day.pass_by(CHECK_SECONDS, calls=1)
+    """Reads in between do not matter, and after a change it begins anew."""
+    steps = write_many(day.bench, records=1000) * 9 // LOOKS_PER_STEP
+    assert steps > 1
+    monkeypatch.setattr("cachestore.upkeep.STEPS_MAX", 1)
+    day.pass_by(CHECK_SECONDS)
+    day.bench.store.statistics(day.bench.now)
+    assert day.bench.lookup([5], limit=0).rows == 0
+    day.pass_by(1.0, calls=1)
+    day.pass_by(1.0)
+    assert day.checks == 1
+    assert not day.upkeep._check.over
+    day.bench.write(range(3))
+    while not day.upkeep._check.over:
         day.pass_by(1.0)
-        day.bench.write(range(20))
-    assert day.checks == checks
+    assert day.checks == 2
+    assert day.bench.now > CHECK_SECONDS + steps
+
+
+def test_a_call_ends_a_look_at_the_store_until_nobody_calls(day: Day) -> None:
+    write_many(day.bench, records=1000)
+    day.bench.now += CHECK_SECONDS
+    day.upkeep.tick()
+
+    async def called_meanwhile() -> None:
+        check = asyncio.create_task(day.upkeep.check(lambda: False))
+        await asyncio.sleep(0)
+        day.calls += 1
+        await check
+
+    asyncio.run(called_meanwhile())
+    assert day.checks == 1
+    assert not day.upkeep._check.over
+    day.pass_by(1.0)
+    assert not day.upkeep._check.over
+    day.pass_by(1.0)
+    assert day.upkeep._check.over
+    assert day.checks == 1
 
 
 def test_a_store_that_contradicts_itself_serves_nothing(

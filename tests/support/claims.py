@@ -4,6 +4,8 @@ import hashlib
 import itertools
 from dataclasses import dataclass
 
+import hypothesis.strategies as st
+
 from cachestore.store import Extent, Match, Reservation
 from tests.support.stores import (
     CHECKPOINT_BYTES,
@@ -28,6 +30,13 @@ def reach(rows: int, positions: list[int] | None) -> int:
     if positions is None:
         return rows
     return max((position for position in positions if position <= rows), default=0)
+
+
+def positions_of(data: st.DataObject, namespace: bytes, ids: Ids) -> list[int] | None:
+    """Of checkpoints, where rows need some."""
+    if namespace != CHECKPOINTED:
+        return None
+    return sorted(data.draw(st.sets(st.integers(1, len(ids)), max_size=4)))
 
 
 def fingerprint(namespace: bytes, ids: Ids) -> bytes:

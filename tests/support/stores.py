@@ -1,5 +1,6 @@
 """A store without sockets, whose slabs are byte arrays that the test itself writes and reads."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -186,3 +187,13 @@ class Bench:
 
 def record_sizes(pieces: Sequence[Piece], row_bytes: int = ROW_BYTES) -> list[int]:
     return [OVERHEAD_BYTES + piece.rows * row_bytes for piece in pieces]
+
+
+def write_many(bench: Bench, records: int) -> int:
+    """Rows behind a hundred common beginnings, in a namespace of their own; returns `records`."""
+    held = len(bench.store.stored)
+    for number in itertools.count():
+        if len(bench.store.stored) == held + records:
+            return records
+        bench.write([number % 100] * RECORD_TOKENS + [number] * RECORD_TOKENS, OTHER_NAMESPACE)
+    raise AssertionError("there is always room")
