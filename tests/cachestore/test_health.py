@@ -14,12 +14,18 @@ from tests.support.waiting import until
 
 SERVICE = "cachestore.v1.Cachestore"
 Status = health_pb2.HealthCheckResponse
-# A store that contradicts itself while a file is there.
+# A store that contradicts itself once a file is there, and that is checked each second.
 UNSOUND = """
-import pathlib, sys
+import pathlib, sys, time
+from cachestore import upkeep
 from cachestore.cli import main
 from cachestore.store import Store
-Store.sound = property(lambda self: not pathlib.Path({0!r}).exists())
+def checks(store):
+    assert not pathlib.Path({0!r}).exists()
+    yield 1
+upkeep.CHECK_SECONDS = 0.0
+Store.changes = property(lambda store: time.monotonic_ns())
+Store.checks = checks
 sys.exit(main())
 """
 
