@@ -26,6 +26,7 @@ from tests.support.claims import (
     fingerprint,
     positions_of,
     read,
+    seen,
     state,
 )
 from tests.support.ledger import Ledger
@@ -46,6 +47,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.bench = Bench(Store(replace(tiny_config(), checkpoints_max=CHECKPOINTS_MAX)))
         self.store = self.bench.store
         self.check = Check(self.store)
+        self.seen: dict[int, object] = {}  # by how much had changed
         self.sessions = [self.bench.session]
         self.writers: list[Writer] = []
         self.lapsed: list[Writer] = []
@@ -361,6 +363,7 @@ class StoreMachine(RuleBasedStateMachine):
     def counts_agree(self) -> None:
         statistics = self.store.statistics(self.bench.now)
         self.store.check()
+        assert self.seen.setdefault(self.store.changes, seen(self.store)) == seen(self.store)
         assert statistics.leases == len(self.readers)
         assert statistics.reservations == len(self.writers)
         assert statistics.sessions == len(self.sessions)

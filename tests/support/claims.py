@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import hypothesis.strategies as st
 
-from cachestore.store import Extent, Match, Reservation
+from cachestore.arena import State
+from cachestore.store import Extent, Match, Reservation, Store
 from tests.support.stores import (
     CHECKPOINT_BYTES,
     NAMESPACE,
@@ -37,6 +38,14 @@ def positions_of(data: st.DataObject, namespace: bytes, ids: Ids) -> list[int] |
     if namespace != CHECKPOINTED:
         return None
     return sorted(data.draw(st.sets(st.integers(1, len(ids)), max_size=4)))
+
+
+def seen(store: Store) -> object:
+    """Of what a check of the store looks at, enough to tell whether anything has changed."""
+    stored = [(s.span, s.pins, s.last_used, s.namespace) for s in store.stored.values()]
+    arena, serving = store._holdings.arena, store._serving
+    held = [frozenset(arena.held(state)) for state in State]
+    return stored, held, arena.slab_ids, arena.bytes_slabs, list(serving._leases._claims.items())
 
 
 def fingerprint(namespace: bytes, ids: Ids) -> bytes:
