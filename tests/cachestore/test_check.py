@@ -280,7 +280,8 @@ def problems(bench: Bench, meanwhile: Callable[[], object]) -> list[str]:
 
 
 def test_verify_checks_a_large_store_in_steps() -> None:
-    bench, steps = large_store(), []
+    bench = large_store()
+    steps: list[None] = []
     assert problems(bench, lambda: steps.append(None)) == []
     assert len(steps) > 3
     pin_without_a_claim(bench)
@@ -290,7 +291,8 @@ def test_verify_checks_a_large_store_in_steps() -> None:
 
 
 def test_verify_says_so_when_the_store_never_keeps_still() -> None:
-    bench, steps = large_store(), []
+    bench = large_store()
+    steps: list[None] = []
 
     def pin_and_unpin() -> None:
         steps.append(None)
