@@ -235,6 +235,15 @@ class Batch:
         assert 0 <= first <= end <= len(batch.tokens[index])
         return kinds.rows(layout, batch.prompt_cache, index, first, end)
 
+    def rows_apart(self, uid: int, layout: CacheLayout, first: int, end: int) -> list[Rows]:
+        """As `rows`, but copies, evaluated: they outlive steps, and the row itself."""
+        apart = [
+            tuple(tuple(mx.contiguous(array) for array in part) for part in leaf)
+            for leaf in self.rows(uid, layout, first, end)
+        ]
+        mx.eval(apart)
+        return apart
+
     def snapshot(self, uid: int, layout: CacheLayout) -> Snapshot:
         """What the other leaves hold after the row's `held` tokens; lazy as `rows` are.
 

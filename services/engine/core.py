@@ -155,14 +155,19 @@ class Core:
             self._drop(row)
 
     def cancel(self, request_id: int) -> None:
-        """Free the row. What it has computed is stored, so that asking again is a hit."""
+        """Take the row out of the batch. What it has computed is stored, so that asking again is a
+        hit."""
         row = self._rows.get(request_id)
         if row is None or row.is_over:
             return
         self.counters.cancelled += 1
         if row.uid is not None:
-            self._writeback.cancelled(self._batch, row)
-        self._drop(row)
+            self._writeback.cancelled(self._batch, row, self._computed())
+        if row.aside is None:
+            self._drop(row)
+            return
+        row.state = State.LEAVING
+        self._leave_batch(row)
 
     def fail_all(self, code: grpc.StatusCode, message: str) -> None:
         """End every request with a status; what rows that are over had still to store is counted
@@ -175,15 +180,16 @@ class Core:
     # --- one turn ------------------------------------------------------------------------
 
     def turn(self) -> bool:
-        """Admit what may start and run one step; False when the batch is empty."""
+        """Admit what may start, run one step and pack some rows; False when nothing is computed or
+        left to pack."""
         for request_id in self.scheduler.admit(self._load(), self.clock()):
             self._start(self._rows[request_id])
         self._remove_left()
-        if not self._by_uid:
+        if not self._computed():
             return False
         try:
             reached: tuple[Reached, ...] = ()
-            if any(row.state is not State.LEAVING for row in self._by_uid.values()):
+            if any(row.state is State.RUNNING for row in self._by_uid.values()):
                 result = self._batch.step()
                 self._take(result)
                 reached = result.reached
@@ -200,12 +206,18 @@ class Core:
         self._remove_left()
         self._batch.close()
 
+    def _computed(self) -> list[Row]:
+        """Those that have or will have rows to store, in the batch or aside."""
+        return [row for row in self._rows.values() if row.state in (State.RUNNING, State.LEAVING)]
+
     def _load(self) -> Load:
         prefilling = []
         decoding = 0
         for row in self._rows.values():
             if row.state is State.ATTACHING:
                 prefilling.append(len(row.request.tokens) - (row.found.rows if row.found else 0))
+            elif row.state is State.LEAVING:
+                decoding += 1  # what is aside takes as much memory
             elif row.uid is not None:
                 # The batch holds nothing of a row before its first step.
                 rest = len(row.request.tokens) - max(self._batch.held(row.uid), row.cached)
@@ -275,7 +287,7 @@ class Core:
 
     def _write_back(self, reached: Sequence[Reached]) -> None:
         """After all tokens of the step are sent: nobody's reply waits for a write."""
-        self._writeback.step(self._batch, self._by_uid, reached)
+        self._writeback.step(self._batch, self._computed(), reached)
         self._let_leave()
         self._remove_left()
 
@@ -304,16 +316,16 @@ class Core:
             row.state = State.LEAVING
 
     def _let_leave(self) -> None:
-        """Rows that are packed leave the batch. Others stay, decoding for nobody while streams
-        beside them must not stall; when all are leaving, no step is made."""
-        for row in [row for row in self._by_uid.values() if row.state is State.LEAVING]:
+        """Rows that are packed leave. Others stay, those in the batch decoding for nobody while
+        streams beside them must not stall; when all are leaving, no step is made."""
+        for row in [row for row in self._rows.values() if row.state is State.LEAVING]:
             packed = is_packed(row)
             if not packed and self.prefix.writes:
                 continue
             if not packed:
                 self.prefix.give_up(row.found)
             self._leave_batch(row)
-            if not row.request.warm:
+            if row.is_over:
                 self._drop(row)
                 continue
             row.state = State.STORING

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from cachestore.client import MatchKind
 from cachestore.histogram import Histogram
 from engine import config
+from engine.kv.history import Rows, sliced
 from engine.output import Output
 from engine.pack import PackedCheckpoint, PackedRows
 from engine.penalties import Penalizer
@@ -21,10 +22,24 @@ class State(enum.Enum):
     QUEUED = "queued"
     ATTACHING = "attaching"
     RUNNING = "running"
-    # Its reply is over; it stays in the batch until its rows are packed.
+    # Its reply is over, or it was cancelled: its rows are packed. Until then it stays in the batch,
+    # or what is left of it does aside.
     LEAVING = "leaving"
     # Warm only: its rows are with the writer.
     STORING = "storing"
+
+
+@dataclass(frozen=True, slots=True)
+class Aside:
+    """What a cancelled row has still to store, copied out of the batch: of each leaf its rows from
+    `first` on."""
+
+    first: int
+    leaves: list[Rows]
+
+    def rows(self, first: int, end: int) -> list[Rows]:
+        """Rows [first, end) of the sequence, lazy."""
+        return [sliced(leaf, slice(first - self.first, end - self.first)) for leaf in self.leaves]
 
 
 @dataclass(slots=True)
@@ -33,7 +48,7 @@ class Row:
 
     [0, cached)             came from the store
     [cached, packed_to)     packed: stored, or on their way there
-    [packed_to, ...)        only in the batch
+    [packed_to, ...)        only in the batch, or set aside
 
     `packed` are the last of the packed rows, and `checkpoints` the last of those that were taken:
     what no write has taken yet.
@@ -65,6 +80,8 @@ class Row:
     path_rows: int = 0
     # Rows that a leaving row has to store; later ones in the batch mean nothing.
     rows_final: int | None = None
+    # Of a row that was cancelled with rows to store; it is in the batch no more.
+    aside: Aside | None = None
     # When it had its latest token.
     replied_at: float | None = None
 
@@ -74,8 +91,8 @@ class Row:
 
     @property
     def is_over(self) -> bool:
-        """Whether its last event was sent."""
-        return self.state is State.LEAVING and not self.request.warm
+        """Whether nothing more is sent for it."""
+        return self.aside is not None or (self.state is State.LEAVING and not self.request.warm)
 
     @property
     def failure(self) -> Exception | None:

@@ -13,19 +13,23 @@ by a copy of their state, before the next one, and so is the last step of a repl
 few tokens long. Copies wait in the row for the write of its rows. Rows behind the last checkpoint
 are not stored at all.
 
+A row that is cancelled ends where it stands, in its prompt or its reply, as others do at the end of
+theirs. It leaves the batch at once; what is not yet packed of it is copied first.
+
     prompt                               reply
     ├───────●──────────────────●────●─┤──────────────────────────────────────────────────────●
             └ copies, with the rows ┘                        the last one, with all rows before
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from engine.batch import Batch, Reached
 from engine.checkpoints import is_apart
+from engine.kv.history import Rows
 from engine.kv.kinds import NotCacheable
 from engine.prefix import Prefix
-from engine.rows import Row, State
+from engine.rows import Aside, Row, State
 from engine.storing import Tail
 
 log = logging.getLogger(__name__)
@@ -33,8 +37,6 @@ log = logging.getLogger(__name__)
 # Rows of a piece, which takes about 10 ms at 8 bits for SmolLM2 on a CPU. Of shorter pieces so
 # many are packed between two steps that they come to fewer than twice that.
 PIECE_ROWS = 256
-# What a cancelled request may still store; it must leave at once.
-CANCELLED_ROWS_MAX = 1024
 
 
 class Writeback:
@@ -48,46 +50,55 @@ class Writeback:
         row.packed_to = row.cached
         row.prompt_rows = row.cached if self._prefix.checkpointed else len(row.request.tokens)
 
-    def step(self, batch: Batch, rows: Mapping[int, Row], reached: Sequence[Reached] = ()) -> None:
-        """After each step, with all rows by their uids: take the checkpoints that are due, and
-        pack pieces, of the first rows that have some, until they are as much as a whole one."""
+    def step(self, batch: Batch, rows: Collection[Row], reached: Sequence[Reached] = ()) -> None:
+        """After each step, with all rows that are in the batch or aside: take the checkpoints that
+        are due, and pack pieces, of the first rows that have some, until they are as much as a
+        whole one."""
         self._take_checkpoints(batch, rows, reached)
         left = PIECE_ROWS
-        for row in rows.values():
+        for row in rows:
             while left > 0 and (packed := self._pack(batch, row)):
                 left -= packed
 
-    def cancelled(self, batch: Batch, row: Row) -> None:
-        """Pack some of what a cancelled row has computed, so that asking again is a hit."""
+    def cancelled(self, batch: Batch, row: Row, rows: Collection[Row]) -> None:
+        """Settle that a row stores what it has computed, so that asking again is a hit, and set
+        aside what is yet to be packed of that, if anything is. It is one of `rows`, as in `step`.
+        """
         assert row.uid is not None
-        computed = batch.held(row.uid) if row.rows_final is None else row.rows_final
-        self._end(batch, row, min(computed, row.packed_to + CANCELLED_ROWS_MAX), (row,))
-        while self._pack(batch, row):
-            pass
-        if not is_packed(row):
-            self._prefix.give_up(row.found)
+        if row.rows_final is None:
+            self._end(batch, row, rows)
+        if is_packed(row):
+            return
+        if not self._prefix.writes:
+            self._give_up(row)
+            return
+        first, end = row.packed_to, _held(batch, row)
+        try:
+            leaves = batch.rows_apart(row.uid, self._prefix.layout, first, end)
+        except Exception:
+            log.exception("rows could not be set aside; they are not stored")
+            self._give_up(row)
+            return
+        row.aside = Aside(first, leaves)
 
     def _take_checkpoints(
-        self, batch: Batch, rows: Mapping[int, Row], reached: Sequence[Reached]
+        self, batch: Batch, rows: Collection[Row], reached: Sequence[Reached]
     ) -> None:
-        unsettled = {uid: row for uid, row in rows.items() if row.rows_final is None}
-        due = [
-            each
-            for each in reached
-            if each.uid in unsettled and each.position in rows[each.uid].planned
-        ]
-        over = [uid for uid, row in unsettled.items() if row.state is State.LEAVING]
-        if not due and not over:
-            return
-        for each in due:
-            row = rows[each.uid]
-            self._take_checkpoint(batch, row, each.position, rows.values())
+        unsettled = {row.uid: row for row in rows if row.rows_final is None}
+        for each in reached:
+            row = unsettled.get(each.uid)
+            if row is None or each.position not in row.planned:
+                continue
+            self._take_checkpoint(batch, row, each.position, rows)
             if each.position == row.planned[-1] and not row.checkpoints:
                 self._break_promise(row)  # there will be no write of this prompt
-        for uid in over:
-            self._end(batch, rows[uid], batch.held(uid), rows.values())
+        for row in unsettled.values():
+            if row.state is State.LEAVING:
+                self._end(batch, row, rows)
 
-    def _take_checkpoint(self, batch: Batch, row: Row, position: int, rows: Iterable[Row]) -> None:
+    def _take_checkpoint(
+        self, batch: Batch, row: Row, position: int, rows: Collection[Row]
+    ) -> None:
         """Of a row that is at this position now, unless it was taken already. Where `rows` keep
         too much the row's last one leaves for it, but each row may keep one."""
         assert row.uid is not None
@@ -109,21 +120,19 @@ class Writeback:
         among = [each.position for each in row.checkpoints if each.position <= prompt_tokens]
         row.prompt_rows = among[-1] if among else _written_to(row)
 
-    def _end(self, batch: Batch, row: Row, end: int, rows: Iterable[Row]) -> None:
-        """Settle how much a row stores at last: its first `end` rows, or those up to the last
-        checkpoint among them."""
-        assert row.uid is not None
-        written = _written_to(row)
+    def _end(self, batch: Batch, row: Row, rows: Collection[Row]) -> None:
+        """Settle how much a row stores at last: what is computed of it, or that up to its last
+        checkpoint."""
+        end, written = _held(batch, row), _written_to(row)
         if self._prefix.checkpointed and end > written:
-            if batch.held(row.uid) == end and is_apart(end, _taken_to(row)):
+            if is_apart(end, _taken_to(row)):
                 self._take_checkpoint(batch, row, end, rows)
-            positions = [each.position for each in row.checkpoints if each.position <= end]
-            if not positions:
+            if not row.checkpoints:
                 if is_apart(end, written):
                     self._prefix.give_up(row.found)
                 _forget(row)
                 return
-            end = positions[-1]
+            end = row.checkpoints[-1].position
         row.rows_final = end
         if row.packed and end <= row.packed_to:
             self._hand_over(row, end)
@@ -133,15 +142,15 @@ class Writeback:
 
         Without a cachestore nothing is packed now, and a later call takes these rows too.
         """
-        if row.uid is None or not self._prefix.writes:
+        if not self._prefix.writes:
             return 0
         first, end = row.packed_to, self._piece_end(batch, row)
         if end is None:
             return 0
         if not row.packed:
-            row.path_rows = _path_rows(row, batch.held(row.uid), end)
+            row.path_rows = _path_rows(row, _held(batch, row), end)
         try:
-            rows = batch.rows(row.uid, self._prefix.layout, first, end)
+            rows = self._rows(batch, row, first, end)
             row.packed += self._prefix.pack(row.path_rows, rows, range(first, end))
         except Exception:
             log.exception("rows could not be packed; they are not stored")
@@ -151,6 +160,13 @@ class Writeback:
         if end in (row.prompt_rows, row.rows_final):
             self._hand_over(row, end)
         return end - first
+
+    def _rows(self, batch: Batch, row: Row, first: int, end: int) -> list[Rows]:
+        """Of each leaf the rows [first, end); lazy, until the next step."""
+        if row.aside is not None:
+            return row.aside.rows(first, end)
+        assert row.uid is not None
+        return batch.rows(row.uid, self._prefix.layout, first, end)
 
     def _hand_over(self, row: Row, end: int) -> None:
         """Give the packed rows before `end` to the writer, with the checkpoints among them."""
@@ -175,8 +191,7 @@ class Writeback:
 
     def _piece_end(self, batch: Batch, row: Row) -> int | None:
         """Where the next piece of a row ends, if it has one now."""
-        assert row.uid is not None
-        held = batch.held(row.uid) if row.rows_final is None else row.rows_final
+        held = _held(batch, row)
         if row.rows_final is None and held < len(row.request.tokens):
             return None  # still computing
         whole = row.packed_to + PIECE_ROWS
@@ -192,6 +207,14 @@ def is_packed(row: Row) -> bool:
     """Whether a row whose reply is over may leave the batch."""
     assert row.rows_final is not None
     return row.packed_to >= row.rows_final
+
+
+def _held(batch: Batch, row: Row) -> int:
+    """Rows that it stores at last, or that the batch holds of it so far."""
+    if row.rows_final is not None:
+        return row.rows_final
+    assert row.uid is not None
+    return batch.held(row.uid)
 
 
 def _written_to(row: Row) -> int:
@@ -213,5 +236,5 @@ def _taken_to(row: Row) -> int:
 def _path_rows(row: Row, held: int, end: int) -> int:
     """Length of the path that a piece will be committed with, as far as the codec cares."""
     if end > row.prompt_rows:
-        return held if row.rows_final is None else row.rows_final
-    return row.prompt_rows if row.rows_final is None else min(row.prompt_rows, row.rows_final)
+        return held
+    return row.prompt_rows if row.rows_final is None else min(row.prompt_rows, held)

@@ -11,6 +11,7 @@ import pytest
 
 from cachestore.client import MatchKind
 from engine import checkpoints
+from engine.batch import Batch, StepResult
 from engine.checkpoints import Boundaries
 from engine.config import CHECKPOINT_STRIDE_MIN
 from engine.kv.kinds import NotCacheable, Snapshot
@@ -160,6 +161,30 @@ def test_stored_bytes_are_not_changed_by_requests_that_use_them(pair: Pair) -> N
 def test_a_cancelled_request_leaves_checkpoints_that_are_right(pair: Pair, events: int) -> None:
     tokens = prompt(50 + events, 300)
     pair.assert_right_after_cancel(tokens, prompt(60, 5), events, least=299 if events else 0)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next"])
+def test_a_prompt_cancelled_far_from_any_checkpoint_is_served_where_it_stood(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    tokens, computed, real = prompt(61, 1700), 0, Batch.step
+    with paired(CONFIGS[name], prefill_step=100) as pair:
+
+        def step(batch: Batch) -> StepResult:
+            nonlocal computed
+            result = real(batch)
+            if computed + result.computed == 1300:
+                pair.warm.engine.worker.cancel(1)
+            computed += result.computed
+            return result
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Batch, "step", step)
+            assert pair.warm.submit(tokens) == 1
+            until(lambda: computed == 1300, "most of the prompt")
+            pair.warm.settle()
+        pair.assert_served(tokens, MatchKind.PREFIX, 1300)
+        assert pair.warm.prefix.status.writes_dropped == 0
 
 
 @pytest.mark.parametrize(

@@ -220,43 +220,40 @@ def test_a_request_cancelled_after_any_turn(hybrid: Driven, turns: int, beside: 
     uid = driven.core._rows[1].uid
     held = 0 if uid is None else driven.core._batch.held(uid)
     driven.core.cancel(1)
+    driven.turn_until_idle()
     taken = check(driven, LONG, driven.deltas(1))
     # Exactly what was computed, with a checkpoint at its end.
     assert (taken[-1] if taken else 0) == held
     assert set(taken[:-1]) <= {*PLANNED}
-    driven.turn_until_idle()
     if beside:
         assert check(driven, SHORT, driven.deltas(2))[-1] == 23
     driven.check_empty()
 
 
-@pytest.mark.parametrize(("most", "stored"), [(10, 0), (20, 20), (31, 20), (32, 32), (59, 32)])
-def test_a_cancelled_request_stores_up_to_a_checkpoint_within_its_bound(
-    hybrid: Driven, monkeypatch: pytest.MonkeyPatch, most: int, stored: int
-) -> None:
-    monkeypatch.setattr(writeback, "CANCELLED_ROWS_MAX", most)
-    start(hybrid, 1, LONG, max_tokens=100)
-    while hybrid.core.counters.prefilled_tokens < 64:
-        hybrid.core.turn()
-    hybrid.core.cancel(1)
-    taken = check(hybrid, LONG, [])
-    assert (taken[-1] if taken else 0) == stored
-    hybrid.check_empty()
-
-
-def test_a_cancelled_prompt_that_is_packed_in_part_keeps_what_a_checkpoint_reaches(
+def test_of_a_request_cancelled_close_behind_a_checkpoint_that_one_is_the_last(
     hybrid: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writeback, "CANCELLED_ROWS_MAX", 4)
+    monkeypatch.setattr(checkpoints, "TOKENS_APART_MIN", 17)
+    start(hybrid, 1, LONG, max_tokens=100)
+    while hybrid.core.counters.prefilled_tokens < 32:
+        hybrid.core.turn()
+    assert hybrid.core._batch.held(0) == 36
+    hybrid.core.cancel(1)
+    hybrid.check_empty()
+    assert check(hybrid, LONG, []) == [20]
+
+
+def test_a_prompt_that_is_cancelled_while_it_is_packed_is_stored_whole(hybrid: Driven) -> None:
     hybrid.start(2, SHORT, max_tokens=60)
     hybrid.core.turn()
     start(hybrid, 1, LONG, max_tokens=100)
-    while hybrid.core._rows[1].packed_to < 4 * PIECE - 4:
+    while hybrid.core._rows[1].packed_to < 3 * PIECE:
         hybrid.core.turn()
     hybrid.core.cancel(1)
-    assert check(hybrid, LONG, hybrid.deltas(1)) == [20, 32]
-    assert [len(write.tokens) for write in writes_of(hybrid, LONG)] == [32]
     hybrid.turn_until_idle()
+    reply = hybrid.deltas(1)
+    assert check(hybrid, LONG, reply) == [*PLANNED, len(LONG) + len(reply)]
+    assert [len(write.tokens) for write in writes_of(hybrid, LONG)] == [69, 70 + len(reply)]
     hybrid.check_empty()
 
 

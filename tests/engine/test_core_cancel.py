@@ -130,5 +130,6 @@ def test_a_cancelled_prefill_keeps_what_it_computed(driven: Driven) -> None:
     driven.core.turn()
     driven.core.turn()
     driven.core.cancel(1)
+    driven.turn_until_idle()
     (write,) = driven.prefix.written
     assert write.tokens == tuple(LONG[: 2 * STEP.idle])

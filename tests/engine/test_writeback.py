@@ -9,7 +9,7 @@ import pytest
 from engine import writeback
 from engine.batch import Batch, StepResult
 from engine.rows import State
-from tests.support.cores import ENCODED_TOKENS_MIN, LONG, SHORT, Driven, Write, alone
+from tests.support.cores import ENCODED_TOKENS_MIN, LONG, SHORT, STEP, Driven, Write, alone
 from tests.support.daemons import Cachestore
 from tests.support.engines import in_process
 from tests.support.models import save_tiny_model
@@ -72,16 +72,13 @@ def test_a_reply_that_makes_a_path_long_enough_to_encode_is_of_one_codec(
 
 
 @pytest.mark.parametrize("packed", [2, 3, 5])
-def test_a_cancelled_reply_is_of_one_codec_too(
-    driven: Driven, monkeypatch: pytest.MonkeyPatch, packed: int
-) -> None:
-    monkeypatch.setattr(writeback, "CANCELLED_ROWS_MAX", 4)
+def test_a_cancelled_reply_is_of_one_codec_too(driven: Driven, packed: int) -> None:
     driven.start(1, SHORT, max_tokens=150)
     while driven.prefix.packs < packed:
         driven.core.turn()
     driven.core.cancel(1)
-    assert check(driven, SHORT, driven.deltas(1)) > len(SHORT)
     driven.check_empty()
+    assert check(driven, SHORT, driven.deltas(1)) > len(SHORT)
 
 
 def test_a_stream_goes_on_while_a_row_that_is_over_is_packed(driven: Driven) -> None:
@@ -176,18 +173,84 @@ def _broken() -> Any:
     raise RuntimeError("no memory")
 
 
-def test_a_cancelled_row_leaves_at_once_and_keeps_a_bounded_part(
-    driven: Driven, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("computed", [STEP.busy, 50, len(LONG)])
+def test_a_cancelled_row_is_packed_aside_while_a_stream_goes_on(
+    driven: Driven, llama: Any, computed: int
 ) -> None:
-    monkeypatch.setattr(writeback, "CANCELLED_ROWS_MAX", 20)
-    driven.start(1, LONG, max_tokens=100)
-    while not driven.deltas(1):
+    """It takes part in no step any more, and all that it has computed is stored."""
+    driven.start(2, SHORT, max_tokens=200)
+    while len(driven.deltas(2)) < 2:
         driven.core.turn()
-    packed = driven.core._rows[1].packed_to
+    driven.start(1, LONG, max_tokens=100)
+    while driven.core.counters.prefilled_tokens < len(SHORT) + computed:
+        driven.core.turn()
+    computed = driven.core.counters.prefilled_tokens - len(SHORT)
+    sent = list(driven.events[1])
     driven.core.cancel(1)
-    assert len(driven.core) == 0
-    stored = check(driven, LONG, driven.deltas(1))
-    assert 0 < stored <= packed + 20
+    driven.core.cancel(1)
+    packs, steps = driven.prefix.packs, len(driven.deltas(2))
+    while 1 in driven.core._rows:
+        driven.core.turn()
+        assert len(driven.core._batch) == 1
+        steps += 1
+        assert len(driven.deltas(2)) == steps
+        packs += 1
+        assert driven.prefix.packs <= packs
+    assert check(driven, LONG, driven.deltas(1)) == computed
+    assert driven.core.counters.prefilled_tokens == len(SHORT) + computed
+    assert driven.events[1] == sent
+    driven.turn_until_idle()
+    assert driven.deltas(2) == alone(llama, SHORT, 200).tokens
+    driven.check_empty()
+
+
+def test_cancelled_rows_take_a_place_until_they_are_packed(driven: Driven) -> None:
+    """So what is set aside has a bound, too."""
+    for request_id in range(1, 5):
+        driven.start(request_id, LONG[request_id:], max_tokens=100)
+    while not all(driven.deltas(request_id) for request_id in range(1, 5)):
+        driven.core.turn()
+    for request_id in range(1, 5):
+        driven.core.cancel(request_id)
+    driven.start(5, SHORT)
+    driven.core.turn()
+    assert driven.core.occupancy().queued == 1
+    driven.turn_until_idle()
+    assert len(driven.deltas(5)) == 3
+    assert len(driven.prefix.written) >= 5
+    driven.check_empty()
+
+
+@pytest.mark.parametrize("ending", ["fail", "broken step", "no store", "cannot be packed"])
+def test_what_ends_a_row_that_is_set_aside(driven: Driven, ending: str) -> None:
+    driven.start(2, SHORT, max_tokens=200)
+    driven.core.turn()
+    driven.start(1, LONG, max_tokens=100)
+    while driven.core.counters.prefilled_tokens < 60:
+        driven.core.turn()
+    driven.core.cancel(1)
+    driven.core.turn()
+    assert driven.core._rows[1].aside is not None
+    stored = 0
+    match ending:
+        case "fail":
+            driven.core.fail_all(grpc.StatusCode.UNAVAILABLE, "over")
+        case "broken step":
+            driven.core._batch.step = _broken  # type: ignore[method-assign]
+            driven.turn_until_idle()
+            stored = 64  # its rows were not in the batch
+        case "no store":
+            driven.prefix.writes = False
+            driven.core.turn()
+        case "cannot be packed":
+            driven.prefix.fails = {driven.prefix.packs}
+            driven.core.turn()
+    assert 1 not in driven.core._rows
+    assert check(driven, LONG, []) == stored
+    assert driven.prefix.given_up == (stored == 0)
+    assert driven.events[1] == []
+    if 2 in driven.core._rows:
+        driven.core.cancel(2)
     driven.check_empty()
 
 

@@ -23,7 +23,7 @@ from engine.prefix import Found, Prefix
 from engine.request import Delta, Done, Event, Failed, Request, Sampling
 from engine.scheduler import Scheduler
 from engine.tokenizer import Detokenizer
-from tests.support.engines import Reply
+from tests.support.engines import Reply, nobody_leaves
 
 STEP = PrefillStep(idle=16, busy=8)
 LONG = [(5 * n + n * n) % 256 for n in range(70)]  # several chunks
@@ -306,8 +306,10 @@ class Driven:
         raise AssertionError(f"still busy after {turns} turns")
 
     def check_empty(self) -> None:
-        """Nothing of any request is left anywhere."""
+        """Nothing of any request is left anywhere, once those that are over are packed."""
         self.core.turn()
+        while not nobody_leaves(self.core):
+            self.core.turn()
         assert len(self.core) == 0
         assert len(self.core.scheduler) == 0
         assert len(self.core._batch) == 0

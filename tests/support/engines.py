@@ -46,7 +46,8 @@ class Reply:
         return self.last
 
 
-def _nobody_leaves(core: Core) -> bool:
+def nobody_leaves(core: Core) -> bool:
+    """Whether all that rows which are over have to store is packed."""
     return all(row.state is not State.LEAVING for row in core._rows.values())
 
 
@@ -108,7 +109,7 @@ class InProcess:
 
     def settle(self) -> None:
         """Wait until everything that rows which are over have to store is stored or dropped."""
-        until(lambda: self.on_worker(_nobody_leaves), "rows that are over to leave")
+        until(lambda: self.on_worker(nobody_leaves), "rows that are over to leave")
         self.prefix.drain()
 
     def on_worker(self, call: Any) -> Any:
