@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import random
+import string
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,17 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 
 from engine.remote import connect
 from engine.v1 import engine_pb2 as pb
 from tests.support.daemons import Cachestore, short_directory, start_cachestore
-from tests.support.engines import EngineDaemon, ids, start_engine
-from tests.support.models import save_tiny_model
+from tests.support.engines import EngineDaemon, chat, start_engine
+from tests.support.models import gemma3_config, llama_config, qwen3_next_config, save_tiny_model
 from tests.support.waiting import until
 
-PREFIX, TAIL, CROWD, RECORD = 1000, 7, 8, 256
+# Of rows, of windows beside rows, and of recurrent state beside rows.
+CONFIGS = {"llama": llama_config(), "gemma3": gemma3_config(), "qwen3_next": qwen3_next_config()}
+# In tokens, one for each letter and a few for the template.
+PREFIX, TAIL, CROWD, RECORD = 1000, 20, 8, 256
+SYSTEM_LETTERS, QUESTION_LETTERS = PREFIX - 16, TAIL - 13
 # At most, of a whole crowd, whatever happens to the first of it.
 COMPUTED_MAX = PREFIX + CROWD * TAIL + RECORD
 # Slow enough that a crowd arrives while the first one computes.
@@ -29,11 +33,11 @@ FLAGS = ("--cache-codec", "none", "--prefill-step", "16")
 STEPS = (0, *random.Random(0).sample(range(1, PREFIX), 3), PREFIX)
 
 
-def request(prompt: list[int]) -> pb.GenerateRequest:
-    return pb.GenerateRequest(prompt=ids(prompt), max_tokens=6, ignore_eos=True)
+def request(prompt: pb.Prompt) -> pb.GenerateRequest:
+    return pb.GenerateRequest(prompt=prompt, max_tokens=6, ignore_eos=True)
 
 
-def reply(engine: EngineDaemon, prompt: list[int]) -> list[int]:
+def reply(engine: EngineDaemon, prompt: pb.Prompt) -> list[int]:
     with connect(engine.listen) as stub:
         replies = stub.Generate(request(prompt), timeout=60)
         return [token for each in replies for token in each.delta.token_ids]
@@ -57,12 +61,16 @@ class Stage:
     cold: EngineDaemon
     seeds: Iterator[int]
 
-    def crowd(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Prompts on a prefix that nobody has asked for, and the replies of a cold run."""
-        draw = np.random.default_rng(next(self.seeds))
-        prefix, *tails = (draw.integers(0, 256, n).tolist() for n in (PREFIX, *[TAIL] * CROWD))
-        prompts = [prefix + tail for tail in tails]
-        return prompts, [reply(self.cold, prompt) for prompt in prompts]
+    def crowd(self) -> tuple[list[pb.Prompt], list[list[int]]]:
+        """Chats on a system prompt that nobody has asked for, and the replies of a cold run."""
+        draw = random.Random(next(self.seeds))
+        system, *questions = (
+            "".join(draw.choices(string.ascii_letters, k=letters))
+            for letters in (SYSTEM_LETTERS, *[QUESTION_LETTERS] * CROWD)
+        )
+        prompts = [chat(("system", system), ("user", question)) for question in questions]
+        with ThreadPoolExecutor(CROWD) as pool:
+            return prompts, list(pool.map(lambda prompt: reply(self.cold, prompt), prompts))
 
 
 @contextlib.contextmanager
@@ -76,9 +84,9 @@ def using(directory: Path, model: Path, store: Cachestore, name: str) -> Iterato
 
 
 @pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
+def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
     with short_directory() as directory, start_cachestore(directory) as store:
-        model = save_tiny_model(directory / "model")
+        model = save_tiny_model(directory / "model", CONFIGS[request.param])
         with (
             using(directory, model, store, "one") as one,
             using(directory, model, store, "two") as two,
@@ -89,7 +97,7 @@ def stage() -> Iterator[Stage]:
 
 @contextlib.contextmanager
 def led(
-    stage: Stage, leader: EngineDaemon, prompts: list[list[int]], engines: tuple[EngineDaemon, ...]
+    stage: Stage, leader: EngineDaemon, prompts: list[pb.Prompt], engines: tuple[EngineDaemon, ...]
 ) -> Iterator[tuple[Any, list[Future[list[int]]]]]:
     """The first of a crowd computes, and the others wait for it, each in one of the engines."""
     with connect(leader.listen) as stub, ThreadPoolExecutor(CROWD) as pool:
@@ -105,6 +113,7 @@ def led(
     assert (stats.waiting, stats.announced) == (0, 0)
 
 
+@pytest.mark.parametrize("stage", ["llama"], indirect=True)
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_crowd_prefills_its_prefix_once(stage: Stage, count: int) -> None:
     engines = stage.engines[:count]
@@ -116,11 +125,8 @@ def test_a_crowd_prefills_its_prefix_once(stage: Stage, count: int) -> None:
     assert computed(*engines) - before <= COMPUTED_MAX
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("step", STEPS)
-def test_a_follower_goes_on_when_the_leader_is_cancelled(
-    stage: Stage, step: int, count: int
-) -> None:
+def check_followers(stage: Stage, step: int, count: int) -> None:
+    """They go on when the leader is cancelled, and all together compute what one would."""
     engines = stage.engines[:count]
     prompts, expected = stage.crowd()
     before = computed(*engines)
@@ -132,6 +138,16 @@ def test_a_follower_goes_on_when_the_leader_is_cancelled(
     assert computed(*engines) - before <= COMPUTED_MAX
 
 
+@pytest.mark.parametrize("stage", ["llama"], indirect=True)
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_follower_goes_on_when_the_leader_is_cancelled(
+    stage: Stage, step: int, count: int
+) -> None:
+    check_followers(stage, step, count)
+
+
+@pytest.mark.parametrize("stage", ["llama"], indirect=True)
 def test_a_follower_goes_on_when_the_leaders_engine_is_killed(stage: Stage) -> None:
     _, two = stage.engines
     prompts, expected = stage.crowd()
@@ -146,3 +162,11 @@ def test_a_follower_goes_on_when_the_leaders_engine_is_killed(stage: Stage) -> N
         replies = [follower.result(timeout=60) for follower in followers]
     assert replies == expected[1:3]
     assert computed(two) - before <= PREFIX + 2 * TAIL + RECORD
+
+
+@pytest.mark.parametrize("stage", ["gemma3", "qwen3_next"], indirect=True)
+@pytest.mark.parametrize(("step", "count"), [(STEPS[1], 1), (STEPS[2], 2)])
+def test_a_follower_goes_on_where_a_model_needs_checkpoints(
+    stage: Stage, step: int, count: int
+) -> None:
+    check_followers(stage, step, count)
