@@ -28,6 +28,15 @@ class RowsToCome(Exception):
         self.seconds = seconds
 
 
+class _Ended(Exception):
+    """A call ends with a status that is not the store's."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(f"{code.name}: {message}")
+        self.code = code
+        self.message = message
+
+
 class Calls:
     """Runs calls of `sessions` on `store`, and makes the slabs that it asks for.
 
@@ -65,13 +74,15 @@ class Calls:
         self.count += counted
         try:
             return await self._attempt(context, call)
-        except grpc.aio.AbortError:
-            raise
         except Refused as refusal:
-            await context.abort(grpc.StatusCode[refusal.code.value], refusal.message)
+            ended = _Ended(grpc.StatusCode[refusal.code.value], refusal.message)
+        except _Ended as error:
+            ended = error
         except Exception:
             _log.exception("a call failed")
-            await context.abort(grpc.StatusCode.INTERNAL, "failed; see the log of cachestore")
+            ended = _Ended(grpc.StatusCode.INTERNAL, "failed; see the log of cachestore")
+        # Raises something else when the client has just gone, which is no failure of the store.
+        await context.abort(ended.code, ended.message)
 
     async def _attempt(self, context: Context, call: Callable[[int, float], _Result]) -> _Result:
         """Adds slabs as long as `call` asks for one, and waits as long as it wants to.
@@ -83,7 +94,7 @@ class Calls:
         while True:
             session = self.session(context)
             if session is None:
-                await context.abort(
+                raise _Ended(
                     grpc.StatusCode.UNAUTHENTICATED,
                     f"{SESSION_METADATA}: not the token of an open session",
                 )
@@ -95,7 +106,7 @@ class Calls:
                 await self.waiting.wait(hope.seconds)
                 continue
             if error is not None:
-                await context.abort(
+                raise _Ended(
                     grpc.StatusCode.RESOURCE_EXHAUSTED,
                     f"no shared memory for a slab of {size} bytes: {error.strerror}",
                 )
