@@ -28,6 +28,7 @@ from engine.kv.kinds import Snapshot
 from engine.kv.layout import CacheLayout
 from engine.link import StoreLink
 from engine.pack import PackedCheckpoint, PackedRows
+from engine.pool import WaitingPool
 from engine.request import Request
 from engine.status import NOTHING, Pinned, PrefixStatus
 from engine.storing import Destination, PathLost, Tail, packed_tokens
@@ -100,8 +101,8 @@ class Prefix:
         self._not_cached_reason = not_cached_reason
         self._checkpoint_stride = checkpoint_stride
         self._namespace = b""
-        # As many as may wait for rows that others compute. Threads are made when needed.
-        self._askers = ThreadPoolExecutor(config.QUEUE_REQUESTS_MAX, thread_name_prefix="store-ask")
+        # As many as may wait for rows that others compute.
+        self._askers = WaitingPool(config.QUEUE_REQUESTS_MAX, "store-ask")
         self._copiers = ThreadPoolExecutor(2, thread_name_prefix="store-copy")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="store-write")
         self._lock = threading.Lock()
@@ -180,7 +181,7 @@ class Prefix:
         if not self._usable:
             self._post(lambda core: core.looked_up(request_id, None))
             return
-        self._askers.submit(self._look_up, request_id, tokens, planned)
+        self._askers.submit(lambda: self._look_up(request_id, tokens, planned))
 
     def _look_up(self, request_id: int, tokens: tuple[int, ...], planned: tuple[int, ...]) -> None:
         found = None
