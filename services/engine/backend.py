@@ -126,6 +126,17 @@ def apply_memory_limits(limits: MemoryLimits) -> None:
     mx.set_wired_limit(limits.wired_bytes)
 
 
+def release_memory() -> None:
+    """Give back to the system what is kept of freed arrays for the next ones. On the MLX thread."""
+    import mlx.core as mx  # noqa: PLC0415
+
+    mx.clear_cache()
+    # MLX's CPU backend has its arrays from malloc, and glibc's keeps what is free, too.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def installed_wheel() -> str:
     """The backend of MLX on Linux. Raises BackendError unless it is exactly one, and whole; the
     message says what is wrong, a colon, and what to do."""

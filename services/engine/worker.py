@@ -17,6 +17,7 @@ from concurrent.futures import Future
 import grpc
 import mlx.core as mx
 
+from engine import backend
 from engine.core import Core
 from engine.request import Failed, Request, Sink
 from engine.rows import Counters, Occupancy
@@ -35,6 +36,9 @@ COPY_WAIT_SHARE = 1 / 8
 # for those that are being prepared or looked up. Behind a first one that began alone, the others
 # would be computed in the short steps that a decoding row allows.
 GATHER_SECONDS = 0.03
+# So long after its last step, a worker gives back the memory that MLX keeps for the next ones, up
+# to gigabytes of a machine that others use, too.
+REST_SECONDS = 60.0
 
 
 class WorkerOver(RuntimeError):
@@ -159,17 +163,30 @@ class Worker:
             self.ended.set_exception(failure)
 
     def _serve(self, core: Core) -> None:
+        rest_at: float | None = self._clock() + REST_SECONDS
         while not self._stopping:
             self._turn_began = began = self._clock()
             if core.turn():
                 now = self._clock()
+                rest_at = now + REST_SECONDS
                 until = now + COPY_WAIT_SHARE * (now - began)
                 self._take_messages(core, lambda: core.copying, until)
             else:
                 self._turn_began = None
-                self._take_message(core, None)
+                rest_at = self._rest(core, rest_at)
                 until = self._clock() + GATHER_SECONDS
                 self._take_messages(core, lambda: core.looking_up or self._preparing > 0, until)
+
+    def _rest(self, core: Core, rest_at: float | None) -> float | None:
+        """Takes the next message, and at `rest_at` gives memory back. What is left to be done."""
+        if rest_at is not None:
+            try:
+                self._take_message(core, max(0.0, rest_at - self._clock()))
+                return rest_at
+            except queue.Empty:
+                backend.release_memory()
+        self._take_message(core, None)
+        return None
 
     def _take_messages(self, core: Core, more: Callable[[], bool], until: float) -> None:
         """All that are there, and while there are to be more, those that come until then."""

@@ -319,6 +319,22 @@ def test_it_says_how_long_a_turn_takes() -> None:
     assert running.worker.turn_seconds == 0
 
 
+def test_at_rest_it_gives_back_what_mlx_keeps_of_freed_arrays(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kept_bytes() -> int:
+        """Asking is no work: it puts the rest off no further."""
+        return running.worker.snapshot().result(SECONDS).cache_bytes
+
+    for request_id in range(2):
+        monkeypatch.setattr("engine.worker.REST_SECONDS", 60.0)
+        assert isinstance(last(running.submit(10 + request_id)), Done)
+        assert kept_bytes() > 0
+        monkeypatch.setattr("engine.worker.REST_SECONDS", 0.2)
+        assert isinstance(last(running.submit(20 + request_id)), Done)
+        until(lambda: kept_bytes() == 0, "the memory to be given back")
+
+
 SCRIPT = """
 import sys
 from tests.engine.test_worker import Died, Running

@@ -922,7 +922,7 @@ class StatsResponse(_message.Message):
     mlx_peak_bytes: _builtins.int
     """The most bytes that MLX ever held in arrays."""
     mlx_cache_bytes: _builtins.int
-    """Bytes that MLX keeps of arrays that are gone, for the next ones."""
+    """Bytes that MLX keeps of arrays that are gone, for the next ones. 0 after a minute at rest."""
     @_builtins.property
     def outcomes(self) -> Global___Outcomes:
         """Requests by how they ended, since start."""
