@@ -44,7 +44,7 @@ def test_a_client_that_goes_while_the_loop_is_busy_is_no_failure_of_the_store(
                 ended.set()
 
         server = grpc.aio.server()
-        method = grpc.unary_unary_rpc_method_handler(handle)
+        method: Any = grpc.unary_unary_rpc_method_handler(handle)
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler("test.Calls", {"Call": method}),)
         )
@@ -63,7 +63,8 @@ def test_a_client_that_goes_while_the_loop_is_busy_is_no_failure_of_the_store(
 
 def ask_and_go(where: str, begun: threading.Event, gone: threading.Event) -> None:
     with grpc.insecure_channel(where) as channel:
-        call = channel.unary_unary("/test.Calls/Call").future(b"")
+        ask: Any = channel.unary_unary("/test.Calls/Call")
+        call = ask.future(b"")
         assert begun.wait(SECONDS)
         call.cancel()
     # Its reset has to reach the server's side of gRPC.
