@@ -12,6 +12,9 @@ from typing import Generic, Protocol, TypeVar
 
 from tests.support.slabs import held_slabs
 
+# So long after its work an engine here gives back what is kept of freed arrays.
+REST_SECONDS = 0.25
+
 
 class Daemon(Protocol):
     process: "subprocess.Popen[bytes]"

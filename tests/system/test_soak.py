@@ -8,7 +8,7 @@ from tests.soak import plot
 from tests.soak.__main__ import report
 from tests.soak.clients import Stream
 from tests.soak.operations import PLACES
-from tests.soak.run import run
+from tests.soak.run import odd_entries, run
 from tests.soak.watch import (
     DESCRIPTORS_GROWTH_MAX,
     GROWTH_BYTES_MAX,
@@ -38,18 +38,29 @@ def test_a_wrong_token_is_noticed_however_the_reply_ended(tokens: list[int]) -> 
         Stream([1, 2, 3], tokens).check([9])
 
 
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     ("more_bytes", "more_descriptors", "more_threads"), [(1, 0, 0), (0, 1, 0), (0, 0, 1)]
 )
-def test_a_leak_is_noticed(
-    place: str, more_bytes: int, more_descriptors: int, more_threads: int
-) -> None:
+def test_a_leak_is_noticed(more_bytes: int, more_descriptors: int, more_threads: int) -> None:
     def growth(memory_bytes: int, descriptors: int, threads: int) -> Growth:
-        return Growth(place, 99, (0, memory_bytes), (9, 9 + descriptors), (5, 5 + threads))
+        return Growth("one", 99, (0, memory_bytes), (9, 9 + descriptors), (5, 5 + threads))
 
-    most = (GROWTH_BYTES_MAX[place], DESCRIPTORS_GROWTH_MAX, THREADS_GROWTH_MAX)
+    most = (GROWTH_BYTES_MAX, DESCRIPTORS_GROWTH_MAX, THREADS_GROWTH_MAX)
     growth(*most).check()
     more = (more_bytes, more_descriptors, more_threads)
     with pytest.raises(AssertionError):
         growth(*map(sum, zip(most, more, strict=True))).check()
+
+
+def test_an_error_in_a_log_is_noticed_with_its_traceback() -> None:
+    traceback = "Traceback (most recent call last):\n  File ...\nValueError: no\n"
+    said = "2026-11-28 23:57:50,093 {}: something\n"
+    fine = said.format("INFO cachestore.server")
+    of_grpc = said.format("ERROR grpc._cython.cygrpc") + traceback
+    error = said.format("ERROR cachestore.calls") + traceback
+    fatal = said.format("CRITICAL engine.server")
+    of_a_thread = fine + "Exception in thread Thread-1:\n" + traceback
+    assert odd_entries(fine + of_grpc + fine) == []
+    assert odd_entries(fine + error + of_grpc + fine + fatal) == [error, fatal]
+    assert odd_entries(of_grpc + of_a_thread + fine) == [of_a_thread]
+    assert odd_entries(traceback) == [traceback]
