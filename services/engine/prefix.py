@@ -181,7 +181,11 @@ class Prefix:
         if not self._usable:
             self._post(lambda core: core.looked_up(request_id, None))
             return
-        self._askers.submit(lambda: self._look_up(request_id, tokens, planned))
+        try:
+            self._askers.submit(lambda: self._look_up(request_id, tokens, planned))
+        except RuntimeError as error:
+            log.warning("lookup failed: %s", error)
+            self._post(lambda core: core.looked_up(request_id, None))
 
     def _look_up(self, request_id: int, tokens: tuple[int, ...], planned: tuple[int, ...]) -> None:
         found = None

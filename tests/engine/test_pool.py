@@ -58,8 +58,8 @@ def test_calls_run_side_by_side_and_the_others_after_them(made: WaitingPool) -> 
     assert calls.running_most == MOST
 
 
-def test_there_are_no_more_threads_than_calls_ever_ran_together() -> None:
-    """As ThreadPoolExecutor of Python 3.12 makes them, seven to twenty in so many rounds."""
+def test_threads_do_not_become_more_with_time() -> None:
+    """Those of ThreadPoolExecutor do with Python 3.12: seven to twenty in so many rounds."""
     made = WaitingPool(256, "a-pool")
     draw = random.Random(0)
     for _ in range(2000):
@@ -75,7 +75,7 @@ def test_there_are_no_more_threads_than_calls_ever_ran_together() -> None:
             made.submit(call)
         for _ in range(count):
             assert ended.acquire(timeout=SECONDS)
-    # One more each: a thread whose call has just ended is not back yet.
+    # Three at a time, and one more each: a thread whose call has just ended is not back yet.
     assert made.threads <= 2 * 3
     made.shutdown()
     assert named_threads() == 0
@@ -94,6 +94,56 @@ def test_idle_threads_end_and_come_again(
         until(lambda: named_threads() == 0, "the threads to end")
         assert made.threads == 0
         assert len(calls.ended) == 4
+
+
+def test_after_a_burst_threads_end_although_calls_go_on(
+    made: WaitingPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "IDLE_SECONDS", 0.3)
+    calls = Calls()
+    for number in range(MOST):
+        made.submit(functools.partial(calls, number))
+    until(lambda: calls.running == MOST, "all calls to run")
+    calls.go_on.set()
+
+    def one_more() -> bool:
+        made.submit(lambda: None)
+        return made.threads <= 2
+
+    until(one_more, "the other threads to end")
+
+
+def test_no_call_is_lost_to_a_thread_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "IDLE_SECONDS", 0.002)
+    made = WaitingPool(1, "a-pool")
+    draw = random.Random(0)
+    for _ in range(300):
+        ended = threading.Event()
+        made.submit(ended.set)
+        assert ended.wait(SECONDS)
+        time.sleep(draw.random() * 0.004)
+    made.shutdown()
+
+
+def test_where_the_system_has_no_thread_left(
+    made: WaitingPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Calls()
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            made.submit(functools.partial(calls, 0))
+    made.submit(functools.partial(calls, 1))
+    until(lambda: calls.running == 1, "the thread to be busy")
+    with monkeypatch.context() as refusing:
+        refusing.setattr(threading.Thread, "start", refuse)
+        made.submit(functools.partial(calls, 2))
+    calls.go_on.set()
+    until(lambda: calls.ended == [1, 2], "the call to be run by the thread that there is")
 
 
 def test_a_call_that_fails_costs_no_other(
