@@ -36,8 +36,8 @@ COPY_WAIT_SHARE = 1 / 8
 # for those that are being prepared or looked up. Behind a first one that began alone, the others
 # would be computed in the short steps that a decoding row allows.
 GATHER_SECONDS = 0.03
-# So long after its last step, a worker gives back the memory that MLX keeps for the next ones, up
-# to gigabytes of a machine that others use, too.
+# So long after its last request, a worker gives back the memory that MLX keeps for the next ones,
+# up to gigabytes of a machine that others use, too.
 REST_SECONDS = 60.0
 
 
@@ -178,7 +178,11 @@ class Worker:
                 self._take_messages(core, lambda: core.looking_up or self._preparing > 0, until)
 
     def _rest(self, core: Core, rest_at: float | None) -> float | None:
-        """Takes the next message, and at `rest_at` gives memory back. What is left to be done."""
+        """Takes the next message, and at `rest_at` gives memory back. When that is due then."""
+        if len(core):
+            # At work, if without a step: what it holds will be freed.
+            self._take_message(core, None)
+            return self._clock() + REST_SECONDS
         if rest_at is not None:
             try:
                 self._take_message(core, max(0.0, rest_at - self._clock()))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import grpc
+import mlx.core as mx
 import pytest
 
 from engine.batch import BatchMode, BatchShape
@@ -80,6 +81,10 @@ class Running:
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.worker.submit(request_id, Request(PROMPT, max_tokens), events.put)
         return events
+
+    def kept_bytes(self) -> int:
+        """Of freed arrays. To ask is no work, and puts no rest off."""
+        return self.worker.snapshot().result(SECONDS).cache_bytes
 
     def hold(self) -> Callable[[], None]:
         """Keep the worker in a message until the result is called."""
@@ -322,17 +327,31 @@ def test_it_says_how_long_a_turn_takes() -> None:
 def test_at_rest_it_gives_back_what_mlx_keeps_of_freed_arrays(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def kept_bytes() -> int:
-        """Asking is no work: it puts the rest off no further."""
-        return running.worker.snapshot().result(SECONDS).cache_bytes
-
     for request_id in range(2):
         monkeypatch.setattr("engine.worker.REST_SECONDS", 60.0)
         assert isinstance(last(running.submit(10 + request_id)), Done)
-        assert kept_bytes() > 0
+        assert running.kept_bytes() > 0
         monkeypatch.setattr("engine.worker.REST_SECONDS", 0.2)
         assert isinstance(last(running.submit(20 + request_id)), Done)
-        until(lambda: kept_bytes() == 0, "the memory to be given back")
+        until(lambda: running.kept_bytes() == 0, "the memory to be given back")
+
+
+def test_it_does_not_rest_while_a_request_waits_and_rests_again_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.worker.REST_SECONDS", 0.1)
+    running = Running(deaf={7})
+    running.worker.start()
+    until(lambda: running.kept_bytes() == 0, "the first rest, after the load")
+    for _ in range(2):
+        running.submit(7)
+        # As of a copy out of the store: no step follows.
+        running.worker.post(lambda core: mx.eval(mx.zeros(1 << 16)))
+        time.sleep(0.5)
+        assert running.kept_bytes() > 0
+        running.worker.cancel(7)
+        until(lambda: running.kept_bytes() == 0, "the memory to be given back")
+    running.worker.stop()
 
 
 SCRIPT = """
