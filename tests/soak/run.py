@@ -28,8 +28,10 @@ BUDGET = "16MiB"
 ROUND_OPERATIONS_MAX = 400
 _ENTRY = re.compile(r"^(?=\d{4}-\d\d-\d\d )", re.MULTILINE)
 _ERROR = re.compile(r"\S+ \S+ (?:ERROR|CRITICAL) ")
-# gRPC itself logs an error when a client has gone before its answer; that is no news here.
-_GRPC = re.compile(r"\S+ \S+ ERROR grpc\.")
+# gRPC itself logs this error when a client has gone before its answer; that is no news here.
+_CLIENT_GONE = re.compile(r"\S+ \S+ ERROR grpc\.\S+: .*ExecuteBatchError")
+# What is written without a date, behind some entry.
+_UNDATED = re.compile(r"^(?:Exception |Fatal )", re.MULTILINE)
 
 # glibc keeps much of what is freed. When told to keep little, what a process holds is what it uses.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
@@ -75,11 +77,11 @@ def check_ends(directory: Path, slabs: set[int]) -> None:
 
 def odd_entries(log: str) -> list[str]:
     """What must not be in a log: errors, and tracebacks of whatever origin."""
-    entries = _ENTRY.split(log)
     return [
         entry
-        for entry in entries
-        if not _GRPC.match(entry) and (_ERROR.match(entry) or "Traceback" in entry)
+        for entry in _ENTRY.split(log)
+        if _UNDATED.search(entry)
+        or (not _CLIENT_GONE.match(entry) and (_ERROR.match(entry) or "Traceback" in entry))
     ]
 
 

@@ -119,7 +119,8 @@ class Watch:
         assert sum(entry.span.rows for entry in entries) == stats.tokens
         assert sum(entry.sequences for entry in entries) == stats.sequences
         assert len(entries) == stats.records
-        time.sleep(2 * REST_SECONDS)
+        for engine in self.world.engines:
+            _wait_for_memory(engine)
         self.sample(at_rest=True)
 
     def growths(self) -> list["Growth"]:
@@ -181,6 +182,17 @@ def _wait_for_rest(engine: Place[EngineDaemon]) -> None:
 
         stats = until(resting, f"{engine.name} to rest", SETTLE_SECONDS)
     assert stats.failed == 0, f"{engine.name} failed {stats.failed} requests"
+
+
+def _wait_for_memory(engine: Place[EngineDaemon]) -> None:
+    """Until it has given back what it kept of freed arrays: none of it can be by chance, too."""
+    time.sleep(2 * REST_SECONDS)
+    with connect(engine.daemon.listen) as stub:
+        until(
+            lambda: stub.Stats(pb.StatsRequest()).mlx_cache_bytes == 0,
+            f"{engine.name} to give memory back",
+            SETTLE_SECONDS,
+        )
 
 
 # The sessions of the engines, and nothing else.

@@ -56,11 +56,14 @@ def test_an_error_in_a_log_is_noticed_with_its_traceback() -> None:
     traceback = "Traceback (most recent call last):\n  File ...\nValueError: no\n"
     said = "2026-11-28 23:57:50,093 {}: something\n"
     fine = said.format("INFO cachestore.server")
-    of_grpc = said.format("ERROR grpc._cython.cygrpc") + traceback
+    of_grpc = (
+        "2026-11-28 23:57:50,093 ERROR grpc._cython.cygrpc: Unexpected [{}] raised\n" + traceback
+    )
+    gone, bug = of_grpc.format("ExecuteBatchError"), of_grpc.format("KeyError")
     error = said.format("ERROR cachestore.calls") + traceback
     fatal = said.format("CRITICAL engine.server")
-    of_a_thread = fine + "Exception in thread Thread-1:\n" + traceback
-    assert odd_entries(fine + of_grpc + fine) == []
-    assert odd_entries(fine + error + of_grpc + fine + fatal) == [error, fatal]
-    assert odd_entries(of_grpc + of_a_thread + fine) == [of_a_thread]
+    of_a_thread = "Exception in thread Thread-1:\n" + traceback
+    assert odd_entries(fine + gone + fine) == []
+    assert odd_entries(fine + error + gone + bug + fine + fatal) == [error, bug, fatal]
+    assert odd_entries(gone + of_a_thread + fine) == [gone + of_a_thread]
     assert odd_entries(traceback) == [traceback]
