@@ -268,7 +268,7 @@ class Bench:
     @contextmanager
     def _looked_up(self, number: int, rows: int) -> Iterator[Found]:
         self._tokens = tokens_of(number, rows + 1)
-        self.prefix.look_up(0, self._tokens)
+        self.prefix.look_up(0, self._tokens, (), lambda: True)
         self._receive()
         assert self._found is not None
         assert self._found.rows == rows

@@ -38,6 +38,7 @@ __all__ = [
     "StagedCheckpoint",
     "StoreRefused",
     "StoreUnavailable",
+    "Unwanted",
     "spawn",
 ]
 
@@ -74,6 +75,10 @@ class StoreRefused(Exception):
         super().__init__(f"{code.name}: {message}")
         self.code = code
         self.message = message
+
+
+class Unwanted(Exception):
+    """The caller of a lookup that waited does not want its answer any more."""
 
 
 class Client:
@@ -147,12 +152,14 @@ class Client:
         *,
         checkpointed: bool = False,
         checkpoints: Sequence[int] = (),
+        wanted: Callable[[], bool] = lambda: True,
     ) -> Lease:
         """Longest prefix of `tokens` (packed uint32, little-endian) held, at most `limit` rows.
 
         With `announce` the caller promises to commit the rows that are missing, and has a lease
         also for a miss; the promise ends with it. With `wait_seconds` the answer may come that
-        much later, when somebody else has promised rows of these tokens.
+        much later, when somebody else has promised rows of these tokens. Soon after `wanted` is
+        False the wait ends, and Unwanted is raised.
 
         When `checkpointed`, rows are served up to `Lease.checkpoint`, which is None for a miss,
         and a promise is worth the positions in `checkpoints`: ascending, at most 64.
@@ -166,7 +173,7 @@ class Client:
             checkpointed=checkpointed,
             checkpoints=checkpoints,
         )
-        answer = self._call(self._stub.Lookup, request, wait_seconds)
+        answer = self._call(self._stub.Lookup, request, wait_seconds, wanted)
         self._slabs.retire(answer.retired_slab_ids)
         return _checked(lambda: reply.lease(answer, limit, checkpointed))
 
@@ -336,6 +343,7 @@ class Client:
         method: "grpc.UnaryUnaryMultiCallable[_Request, _Reply]",
         request: _Request,
         wait_seconds: float = 0.0,
+        wanted: Callable[[], bool] = lambda: True,
     ) -> _Reply:
         """The daemon may take `wait_seconds` longer as long as it answers other calls meanwhile:
         one that hangs must not hold up its callers."""
@@ -347,7 +355,7 @@ class Client:
                 return method(request, timeout=timeout, metadata=self._metadata)
             call = method.future(request, timeout=timeout, metadata=self._metadata)
             try:
-                return self._result(call)
+                return self._result(call, wanted)
             finally:
                 call.cancel()
         except grpc.RpcError as error:
@@ -356,12 +364,14 @@ class Client:
             # gRPC's way to say that another thread has closed the channel just now.
             raise StoreUnavailable(str(error)) from error
 
-    def _result(self, call: "grpc.Future[_Reply]") -> _Reply:
+    def _result(self, call: "grpc.Future[_Reply]", wanted: Callable[[], bool]) -> _Reply:
         patience = self._timeout_seconds / 2
         while True:
             try:
                 return call.result(patience)
             except grpc.FutureTimeoutError:
+                if not wanted():
+                    raise Unwanted from None
                 self._stub.Renew(pb.RenewRequest(), timeout=patience, metadata=self._metadata)
 
 

@@ -107,7 +107,9 @@ class Core:
         self._rows[request_id] = row
         self.counters.prompt_tokens += len(request.tokens)
         row.watch.enter(Stage.LOOKUP, now)
-        self.prefix.look_up(request_id, request.tokens, row.planned)
+        self.prefix.look_up(
+            request_id, request.tokens, row.planned, lambda: request_id in self._rows
+        )
 
     def looked_up(self, request_id: int, found: Found | None) -> None:
         """Result of a lookup; None when the cachestore gave no usable answer."""

@@ -18,7 +18,14 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
 
-from cachestore.client import Client, Lease, MatchKind, StoreRefused, StoreUnavailable
+from cachestore.client import (
+    Client,
+    Lease,
+    MatchKind,
+    StoreRefused,
+    StoreUnavailable,
+    Unwanted,
+)
 from cachestore.record import RecordError, paths
 from engine import attach, checkpoints, config, pack
 from engine.attach import Attachment, Block
@@ -171,9 +178,13 @@ class Prefix:
     # --- reading ---------------------------------------------------------------------------
 
     def look_up(
-        self, request_id: int, tokens: tuple[int, ...], planned: tuple[int, ...] = ()
+        self,
+        request_id: int,
+        tokens: tuple[int, ...],
+        planned: tuple[int, ...],
+        wanted: Callable[[], bool],
     ) -> None:
-        """Find the longest usable prefix; posts `looked_up`.
+        """Find the longest usable prefix; posts `looked_up`, unless it is not `wanted` any more.
 
         While somebody, in this engine or another one, computes more of the same tokens, this
         waits for those rows; where rows need checkpoints, for the `planned` ones of the other.
@@ -182,22 +193,34 @@ class Prefix:
             self._post(lambda core: core.looked_up(request_id, None))
             return
         try:
-            self._askers.submit(lambda: self._look_up(request_id, tokens, planned))
+            self._askers.submit(lambda: self._look_up(request_id, tokens, planned, wanted))
         except RuntimeError as error:
             log.warning("lookup failed: %s", error)
             self._post(lambda core: core.looked_up(request_id, None))
 
-    def _look_up(self, request_id: int, tokens: tuple[int, ...], planned: tuple[int, ...]) -> None:
+    def _look_up(
+        self,
+        request_id: int,
+        tokens: tuple[int, ...],
+        planned: tuple[int, ...],
+        wanted: Callable[[], bool],
+    ) -> None:
         found = None
         try:
-            found = self._find(tokens, planned)
+            if not wanted():
+                return
+            found = self._find(tokens, planned, wanted)
+        except Unwanted:
+            return
         except (StoreUnavailable, StoreRefused, RecordError) as error:
             log.debug("lookup failed: %s", error)
         except Exception:
             log.exception("lookup failed")
         self._post(lambda core: core.looked_up(request_id, found))
 
-    def _find(self, tokens: tuple[int, ...], planned: tuple[int, ...] = ()) -> Found:
+    def _find(
+        self, tokens: tuple[int, ...], planned: tuple[int, ...], wanted: Callable[[], bool]
+    ) -> Found:
         assert self._link is not None
         self._await_own_writes(tokens)
         packed = packed_tokens(tokens)
@@ -211,6 +234,7 @@ class Prefix:
                 wait_seconds=config.LOOKUP_WAIT_SECONDS,
                 checkpointed=self.checkpointed,
                 checkpoints=planned,
+                wanted=wanted,
             )
             self._link.hold(client, lease.id)
             try:

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import grpc
 import pytest
 
-from cachestore.client import Client, Lease, StoreRefused, StoreUnavailable
+from cachestore.client import Client, Lease, StoreRefused, StoreUnavailable, Unwanted
 from cachestore.v1 import cachestore_pb2 as pb
 from tests.support import entries
 from tests.support.daemons import Cachestore
@@ -130,6 +130,28 @@ def test_nobody_waits_longer_than_it_wants_to(
     assert 0.3 <= time.monotonic() - start < 5
     assert daemon.stats().announced == 3
     assert not patient.done()
+    entries.write(client, PROMPT)
+    assert patient.result(10).rows == 999
+
+
+def test_who_does_not_want_the_answer_any_more_waits_no_longer(
+    daemon: Cachestore, client: Client, threads: ThreadPoolExecutor, crowd: Crowd
+) -> None:
+    ask(client)
+    patient = crowd.join(client)
+    wanted = threading.Event()
+    wanted.set()
+
+    def impatient() -> None:
+        client.lookup(entries.NAMESPACE, PROMPT, 999, True, LONG, wanted=wanted.is_set)
+
+    answer = threads.submit(impatient)
+    crowd.until_waiting(2)
+    wanted.clear()
+    with pytest.raises(Unwanted):
+        answer.result(10)
+    crowd.until_waiting(1)
+    assert (daemon.stats().announced, daemon.stats().leases) == (1, 1)
     entries.write(client, PROMPT)
     assert patient.result(10).rows == 999
 

@@ -134,7 +134,7 @@ def test_hits_and_misses_of_mixed_lengths_in_one_batch(pair: Pair, staggered: bo
 
 def stored_bytes(pair: Pair, tokens: list[int]) -> list[str]:
     """Hashes of the records of rows, and of the checkpoint at their end."""
-    found: Found = pair.warm.prefix._find((*tokens, 0))
+    found: Found = pair.warm.prefix._find((*tokens, 0), (), lambda: True)
     try:
         assert found.lease.rows == len(tokens)
         assert found.lease.checkpoint is not None

@@ -44,7 +44,11 @@ class NoStore(FakePrefix):
     writes: bool = False
 
     def look_up(
-        self, request_id: int, tokens: tuple[int, ...], planned: Sequence[int] = ()
+        self,
+        request_id: int,
+        tokens: tuple[int, ...],
+        planned: Sequence[int],
+        wanted: Callable[[], bool],
     ) -> None:
         if request_id not in self.deaf:
             self.post(lambda core: core.looked_up(request_id, None))

@@ -145,7 +145,11 @@ class FakePrefix:
         return kept_bytes < self.room_bytes
 
     def look_up(
-        self, request_id: int, tokens: tuple[int, ...], planned: tuple[int, ...] = ()
+        self,
+        request_id: int,
+        tokens: tuple[int, ...],
+        planned: Sequence[int],
+        wanted: Callable[[], bool],
     ) -> None:
         self.lookups.append(request_id)
 
