@@ -42,13 +42,14 @@ from benchmarks.measure import (  # noqa: E402
     seconds,
 )
 from cachestore import record  # noqa: E402
+from engine.found import Found, plan  # noqa: E402
 from engine.kv.codec import CodecPolicy  # noqa: E402
 from engine.kv.history import Rows, sliced  # noqa: E402
 from engine.kv.kinds import Snapshot  # noqa: E402
 from engine.kv.layout import CacheLayout  # noqa: E402
 from engine.kv.states import ArrayShape  # noqa: E402
 from engine.link import StoreLink  # noqa: E402
-from engine.prefix import Found, Prefix, Receiver  # noqa: E402
+from engine.prefix import Prefix, Receiver  # noqa: E402
 from engine.storing import Tail  # noqa: E402
 from engine.writeback import PIECE_ROWS  # noqa: E402
 
@@ -224,6 +225,7 @@ class Bench:
 
     def __init__(self, link: StoreLink, policy: CodecPolicy) -> None:
         self._inbox: queue.SimpleQueue[Callable[[Receiver], None]] = queue.SimpleQueue()
+        self._policy = policy
         self.prefix = Prefix(self._inbox.put, link, policy)
         self.prefix.identify(NAMESPACE)
         self._found: Found | None = None
@@ -309,7 +311,7 @@ class Bench:
             run = Run()
             with run.phase("plan"):
                 tokens = packed(self._tokens)
-                attachment = self.prefix.plan(found.client, found.lease, tokens)
+                attachment = plan(self._policy, found.client, NAMESPACE, found.lease, tokens)
                 assert attachment is not None
             found = Found(found.client, found.lease, attachment)
             for block in attachment.blocks:

@@ -19,11 +19,12 @@ import grpc
 import mlx.core as mx
 
 from engine.batch import Batch, BatchShape, Reached, StepResult, Token
+from engine.found import Found
 from engine.kv.live import LiveCaches
 from engine.logprobs import LogprobReader
 from engine.output import Output
 from engine.penalties import penalizer_for
-from engine.prefix import Found, Prefix
+from engine.prefix import Prefix
 from engine.request import Failed, FinishReason, Request, Sink, TokenLogprobs
 from engine.rows import Counters, Occupancy, Row, State
 from engine.sampling import sampler_for

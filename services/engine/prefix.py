@@ -9,7 +9,6 @@ counted. Helper threads run no MLX operation; what they find out is posted to th
 """
 
 import contextlib
-import itertools
 import logging
 import threading
 import time
@@ -18,17 +17,11 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
 
-from cachestore.client import (
-    Client,
-    Lease,
-    MatchKind,
-    StoreRefused,
-    StoreUnavailable,
-    Unwanted,
-)
-from cachestore.record import RecordError, paths
-from engine import attach, checkpoints, config, pack
-from engine.attach import Attachment, Block
+from cachestore.client import StoreRefused, StoreUnavailable, Unwanted
+from cachestore.record import RecordError
+from engine import checkpoints, config, pack
+from engine.attach import Block
+from engine.found import Found, plan
 from engine.kv.codec import CodecPolicy
 from engine.kv.history import Rows, sliced
 from engine.kv.kinds import Snapshot
@@ -49,31 +42,12 @@ OWN_WRITES_SECONDS = 0.25
 class Receiver(Protocol):
     """Where results go: the Core, on the worker thread."""
 
-    def looked_up(self, request_id: int, found: "Found | None") -> None: ...
+    def looked_up(self, request_id: int, found: Found | None) -> None: ...
     def copied(self, request_id: int, valid: bool) -> None: ...
     def stored(self, request_id: int, tokens: int) -> None: ...
 
 
 Post = Callable[[Callable[[Receiver], None]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The store's answer, under a lease that also tells others that the missing rows are being
-    computed. Rows [0, rows) of the request's tokens are held; without any there is no attachment.
-    """
-
-    client: Client
-    lease: Lease
-    attachment: Attachment | None
-
-    @property
-    def kind(self) -> MatchKind:
-        return self.lease.kind
-
-    @property
-    def rows(self) -> int:
-        return self.lease.rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -222,6 +196,7 @@ class Prefix:
         self, tokens: tuple[int, ...], planned: tuple[int, ...], wanted: Callable[[], bool]
     ) -> Found:
         assert self._link is not None
+        assert self._policy is not None
         self._await_own_writes(tokens)
         packed = packed_tokens(tokens)
         with self._link.borrow() as client:
@@ -238,36 +213,12 @@ class Prefix:
             )
             self._link.hold(client, lease.id)
             try:
-                return Found(client, lease, self.plan(client, lease, packed))
+                return Found(
+                    client, lease, plan(self._policy, client, self._namespace, lease, packed)
+                )
             except Exception:
                 self._link.drop(lease.id)
                 raise
-
-    def plan(self, client: Client, lease: Lease, tokens: bytes) -> Attachment | None:
-        """How what a lease holds gets into caches. RecordError as attach.plan."""
-        assert self._policy is not None
-        sources = self._sources(client, lease, tokens)
-        if not sources:
-            return None
-        checkpoint = None
-        if lease.checkpoint is not None:
-            rows = range(lease.rows - 1, lease.rows)
-            (path,) = paths(self._namespace, tokens, [rows])
-            checkpoint = attach.Source(client.record(lease.checkpoint), 0, 1, path)
-        return attach.plan(self._policy, sources, checkpoint)
-
-    def _sources(self, client: Client, lease: Lease, tokens: bytes) -> list[attach.Source]:
-        """Where the rows of a lease lie, and what their records have to say of them."""
-        spans = lease.spans
-        places = itertools.accumulate((span.rows for span in spans), initial=0)
-        rows = [
-            range(place - span.first_row, place + span.rows)
-            for place, span in zip(places, spans, strict=False)
-        ]
-        return [
-            attach.Source(client.record(span), span.first_row, span.rows, path)
-            for span, path in zip(spans, paths(self._namespace, tokens, rows), strict=True)
-        ]
 
     def _await_own_writes(self, tokens: tuple[int, ...]) -> None:
         """A client that goes on from a reply at once must find its rows."""

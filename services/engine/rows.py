@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from cachestore.client import MatchKind
 from cachestore.histogram import Histogram
 from engine import config
+from engine.found import Found
 from engine.kv.history import Rows, sliced
 from engine.output import Output
 from engine.pack import PackedCheckpoint, PackedRows
 from engine.penalties import Penalizer
-from engine.prefix import Found
 from engine.request import Done, FinishReason, Request, Sink, Usage
 from engine.sampling import Sampler
 from engine.stopwatch import Stage, Stopwatch

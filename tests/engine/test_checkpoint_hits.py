@@ -14,8 +14,8 @@ from engine import checkpoints
 from engine.batch import Batch, StepResult
 from engine.checkpoints import Boundaries
 from engine.config import CHECKPOINT_STRIDE_MIN
+from engine.found import Found
 from engine.kv.kinds import NotCacheable, Snapshot
-from engine.prefix import Found
 from tests.support import entries
 from tests.support.daemons import Cachestore
 from tests.support.engines import InProcess, assert_same, in_process

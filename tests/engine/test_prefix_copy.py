@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from engine.prefix import Found, Prefix, Receiver
+from engine.found import Found
+from engine.prefix import Prefix, Receiver
 from tests.support.waiting import until
 
 SECONDS = 30.0

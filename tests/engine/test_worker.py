@@ -87,7 +87,7 @@ class Running:
         return events
 
     def kept_bytes(self) -> int:
-        """Of freed arrays. To ask is no work, and puts no rest off."""
+        """Of freed arrays. Asking puts no rest off."""
         return self.worker.snapshot().result(SECONDS).cache_bytes
 
     def hold(self) -> Callable[[], None]:
@@ -340,9 +340,7 @@ def test_at_rest_it_gives_back_what_mlx_keeps_of_freed_arrays(
         until(lambda: running.kept_bytes() == 0, "the memory to be given back")
 
 
-def test_it_does_not_rest_while_a_request_waits_and_rests_again_after_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_rest_while_a_request_waits_but_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.worker.REST_SECONDS", 0.1)
     running = Running(deaf={7})
     running.worker.start()

@@ -15,11 +15,12 @@ from engine.batch import BatchMode, BatchShape
 from engine.checkpoints import planned
 from engine.config import PrefillStep
 from engine.core import Core
+from engine.found import Found
 from engine.kv.history import Rows
 from engine.kv.kinds import Snapshot
 from engine.kv.layout import CacheLayout, probe
 from engine.kv.live import LiveCaches
-from engine.prefix import Found, Prefix
+from engine.prefix import Prefix
 from engine.request import Delta, Done, Event, Failed, Request, Sampling
 from engine.scheduler import Scheduler
 from engine.tokenizer import Detokenizer
