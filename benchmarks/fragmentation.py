@@ -45,6 +45,7 @@ def _run(self):
     if took > {STALL_SECONDS}:
         print(f"stall {{took:.6f}} {{time.thread_time() - began_running:.6f}}", file=sys.stderr)
 Handle._run = _run
+print("stalls are watched", file=sys.stderr)
 """
 
 
@@ -123,6 +124,7 @@ def settle(client: Client) -> None:
 
 def seen(daemon: Cachestore, operations: int) -> Measured:
     found = daemon.stats()
+    assert "stalls are watched" in daemon.log
     lines = re.findall(r"^stall ([0-9.]+) ([0-9.]+)$", daemon.log, re.MULTILINE)
     stalls, own = ([float(line[column]) for line in lines] for column in (0, 1))
     return Measured(

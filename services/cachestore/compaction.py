@@ -14,9 +14,10 @@ from cachestore.holdings import Holdings
 USEFUL_SHARE = 0.9
 # Below this share of all slabs, free bytes are not worth any copying.
 FREE_SHARE_MIN = 1 / 64
-# Copied at once, which takes 1 to 2 ms. A single longer record may take six times as long.
-SLICE_BYTES = 4 << 20
-RECORD_BYTES_MAX = 6 * SLICE_BYTES
+# Copied at once, which takes 1 ms, and ten times that while others use the memory. A single longer
+# record may take twelve times as long.
+SLICE_BYTES = 2 << 20
+RECORD_BYTES_MAX = 12 * SLICE_BYTES
 # Holes with more records in between are not brought together.
 RECORDS_BETWEEN_MAX = 64
 
