@@ -29,7 +29,7 @@ class Attached:
 
     @classmethod
     def of(cls, engine: InProcess, tokens: Sequence[int]) -> "Attached":
-        found = engine.prefix._find(tuple(tokens))
+        found = engine.prefix._find(tuple(tokens), (), lambda: True)
         try:
             attachment = found.attachment
             if attachment is None:
