@@ -11,7 +11,7 @@ from cachestore import shm
 from cachestore.frame import SESSION_METADATA
 from cachestore.retirement import Slab
 from cachestore.session import SessionServer
-from cachestore.store import NeedSlab, Refused, Store
+from cachestore.store import NeedSlab, RefusalCode, Refused, Store
 from cachestore.waiting import WaitingRoom
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -26,15 +26,6 @@ class RowsToCome(Exception):
     def __init__(self, seconds: float) -> None:
         super().__init__(f"rows may come within {seconds} s")
         self.seconds = seconds
-
-
-class _Ended(Exception):
-    """A call ends with a status that is not the store's."""
-
-    def __init__(self, code: grpc.StatusCode, message: str) -> None:
-        super().__init__(f"{code.name}: {message}")
-        self.code = code
-        self.message = message
 
 
 class Calls:
@@ -75,14 +66,12 @@ class Calls:
         try:
             return await self._attempt(context, call)
         except Refused as refusal:
-            ended = _Ended(grpc.StatusCode[refusal.code.value], refusal.message)
-        except _Ended as error:
-            ended = error
+            code, message = grpc.StatusCode[refusal.code.value], refusal.message
         except Exception:
             _log.exception("a call failed")
-            ended = _Ended(grpc.StatusCode.INTERNAL, "failed; see the log of cachestore")
+            code, message = grpc.StatusCode.INTERNAL, "failed; see the log of cachestore"
         # Raises something else when the client has just gone, which is no failure of the store.
-        await context.abort(ended.code, ended.message)
+        await context.abort(code, message)
 
     async def _attempt(self, context: Context, call: Callable[[int, float], _Result]) -> _Result:
         """Adds slabs as long as `call` asks for one, and waits as long as it wants to.
@@ -94,8 +83,8 @@ class Calls:
         while True:
             session = self.session(context)
             if session is None:
-                raise _Ended(
-                    grpc.StatusCode.UNAUTHENTICATED,
+                raise Refused(
+                    RefusalCode.UNAUTHENTICATED,
                     f"{SESSION_METADATA}: not the token of an open session",
                 )
             try:
@@ -106,8 +95,8 @@ class Calls:
                 await self.waiting.wait(hope.seconds)
                 continue
             if error is not None:
-                raise _Ended(
-                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                raise Refused(
+                    RefusalCode.RESOURCE_EXHAUSTED,
                     f"no shared memory for a slab of {size} bytes: {error.strerror}",
                 )
             # Without a slab the call may find room by eviction.
