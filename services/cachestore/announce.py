@@ -7,6 +7,10 @@ from cachestore.checkpoints import deepest
 from cachestore.config import TOKEN_BYTES
 from cachestore.tree import shared_tokens
 
+# Who waits for somebody's rest of a prompt may have half as much to compute himself, at least:
+# two prompts that are computed side by side take twice as long.
+REST_RATIO_MAX = 2
+
 
 @dataclass(slots=True, eq=False)
 class Announcement:
@@ -27,6 +31,11 @@ class Announcement:
         """Rows that can be served once all has come, to whom the first `shared` are common."""
         return shared if self.checkpoints is None else deepest(self.checkpoints, shared)
 
+    @property
+    def rest(self) -> int:
+        """Tokens that are computed before the last of the announced rows can be served."""
+        return len(self.tokens) // TOKEN_BYTES - self.rows_done
+
 
 class Announcements:
     """What is announced now. Each announcement lives with a lease, and ends with it.
@@ -36,14 +45,16 @@ class Announcements:
 
     What is held of both is among rows_done: it was when the announcement began, or was
     committed since. Nobody begins to wait for fewer than `rows_min` rows, but whoever has waited
-    goes on for an eighth of that: what the first of a crowd leaves is computed once, too.
+    goes on for an eighth of that: what the first of a crowd leaves is computed once, too. Nor for
+    somebody who has far more to compute than he would have himself, for a prompt is committed
+    when all of it is computed: a question does not wait for a book that begins as it does.
     Waiting cannot go round in a circle: a lookup that waits has announced nothing yet and holds
     no lease, so what others wait for never waits itself.
     """
 
     def __init__(self, rows_min: int, tokens_max_per_session: int) -> None:
         self._rows_min = rows_min
-        self._rows_min_waited = max(1, rows_min // 8)
+        self._few_rows = max(1, rows_min // 8)
         self._tokens_max = tokens_max_per_session
         self._of_namespace: dict[bytes, dict[Announcement, None]] = {}
         self._tokens_of_session: dict[int, int] = {}
@@ -63,7 +74,7 @@ class Announcements:
         count = len(tokens) // TOKEN_BYTES
         total = self._tokens_of_session.get(session, 0) + count
         announcement = Announcement(session, namespace, tokens, rows_held, checkpoints)
-        few = announcement.worth(count) - rows_held < self._rows_min_waited
+        few = announcement.worth(count) - rows_held < self._few_rows
         if few or total > self._tokens_max:
             return None
         self._of_namespace.setdefault(namespace, {})[announcement] = None
@@ -97,7 +108,8 @@ class Announcements:
     def rows_to_come(
         self, namespace: bytes, tokens: bytes, rows_held: int = 0, waited: bool = False
     ) -> int:
-        """Rows of `tokens` that somebody has announced and that are to come; 0 if that is few.
+        """Rows of `tokens` that somebody has announced and that are to come; 0 if that is few, or
+        not worth waiting for.
 
         `rows_held` can be served already: a checkpoint of another sequence may be deeper than
         those announced, and is not among what is done of them. Costs one comparison of tokens for
@@ -106,8 +118,21 @@ class Announcements:
         to_come = 0
         for announcement in self._of_namespace.get(namespace, ()):
             worth = announcement.worth(_shared(tokens, announcement.tokens))
-            to_come = max(to_come, worth - max(announcement.rows_done, rows_held))
-        return to_come if to_come >= (self._rows_min_waited if waited else self._rows_min) else 0
+            held = max(announcement.rows_done, rows_held)
+            own_rest = len(tokens) // TOKEN_BYTES - held
+            if announcement.rest <= REST_RATIO_MAX * own_rest:
+                to_come = max(to_come, worth - held)
+        return to_come if to_come >= (self._few_rows if waited else self._rows_min) else 0
+
+    def parting(self, namespace: bytes, tokens: bytes, rows_held: int) -> int:
+        """Where `tokens` part from all that is announced, and from the `rows_held` of them, in
+        whole eighths of a record: those who have some more in common by chance part at one place.
+        Costs as much as rows_to_come.
+        """
+        others = self._of_namespace.get(namespace, ())
+        parting = max((_shared(tokens, other.tokens) for other in others), default=0)
+        parting = max(parting, rows_held)
+        return parting - parting % self._few_rows
 
     def checks(self, of_leases: Sequence[Announcement]) -> Iterator[int]:
         """Verify every invariant, as Store.checks does, given the announcements of all leases."""

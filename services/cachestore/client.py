@@ -152,6 +152,7 @@ class Client:
         *,
         checkpointed: bool = False,
         checkpoints: Sequence[int] = (),
+        parting_distance: int = 0,
         wanted: Callable[[], bool] = lambda: True,
     ) -> Lease:
         """Longest prefix of `tokens` (packed uint32, little-endian) held, at most `limit` rows.
@@ -162,7 +163,10 @@ class Client:
         False the wait ends, and Unwanted is raised.
 
         When `checkpointed`, rows are served up to `Lease.checkpoint`, which is None for a miss,
-        and a promise is worth the positions in `checkpoints`: ascending, at most 64.
+        and a promise is worth the positions in `checkpoints`: ascending, at most 64. With a
+        `parting_distance` the promise includes one more, at `Lease.parting`: where these tokens
+        part from those that others hold or have announced, if that is so many tokens behind any
+        other checkpoint.
         """
         request = pb.LookupRequest(
             namespace=namespace,
@@ -172,10 +176,11 @@ class Client:
             wait_seconds=wait_seconds,
             checkpointed=checkpointed,
             checkpoints=checkpoints,
+            parting_distance=parting_distance,
         )
         answer = self._call(self._stub.Lookup, request, wait_seconds, wanted)
         self._slabs.retire(answer.retired_slab_ids)
-        return _checked(lambda: reply.lease(answer, limit, checkpointed))
+        return _checked(lambda: reply.lease(answer, request))
 
     def renew(self, ids: Sequence[int]) -> list[bool]:
         """Extends leases; says of each whether it was valid all the while.

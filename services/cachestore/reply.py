@@ -71,7 +71,8 @@ class Checkpoint:
 @dataclass(frozen=True, slots=True)
 class Lease:
     """A lookup's answer. `id` and `seconds` are 0 when there is nothing to release: for a miss
-    that was not announced. `checkpoint` is at position `rows`, when the namespace needs them."""
+    that was not announced. `checkpoint` is at position `rows`, when the namespace needs them.
+    `parting` is where the promise includes one more; 0 for nowhere."""
 
     id: int
     kind: MatchKind
@@ -79,6 +80,7 @@ class Lease:
     spans: tuple[Span, ...]
     seconds: float
     checkpoint: Checkpoint | None = None
+    parting: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +107,9 @@ def stats(reply: cachestore_pb2.StatsResponse) -> cachestore_pb2.StatsResponse:
     return reply
 
 
-def lease(reply: cachestore_pb2.LookupResponse, limit: int, checkpointed: bool = False) -> Lease:
-    """Checks the answer to a lookup of at most `limit` rows."""
+def lease(reply: cachestore_pb2.LookupResponse, request: cachestore_pb2.LookupRequest) -> Lease:
+    """Checks the answer to a lookup."""
+    limit, checkpointed = request.limit, request.checkpointed
     kind = _KINDS.get(reply.kind)
     spans = _spans(reply.spans)
     if kind is None:
@@ -118,10 +121,17 @@ def lease(reply: cachestore_pb2.LookupResponse, limit: int, checkpointed: bool =
     if reply.HasField("checkpoint") is not (checkpointed and bool(spans)):
         raise Contradiction("rows without the checkpoint that they need, or one without rows")
     checkpoint = _checkpoint(reply.checkpoint, reply.rows) if checkpointed and spans else None
+    if reply.parting:
+        if not (request.parting_distance and reply.lease_id):
+            raise Contradiction(f"a parting at {reply.parting} that nobody has asked for")
+        if not reply.rows + request.parting_distance <= reply.parting <= limit:
+            raise Contradiction(f"a parting at {reply.parting} with {reply.rows} rows of {limit}")
     if not spans and reply.lease_id == 0:
         return Lease(0, kind, 0, (), 0.0)
     _check_promise(reply.lease_id, reply.lease_seconds)
-    return Lease(reply.lease_id, kind, reply.rows, spans, reply.lease_seconds, checkpoint)
+    return Lease(
+        reply.lease_id, kind, reply.rows, spans, reply.lease_seconds, checkpoint, reply.parting
+    )
 
 
 def reservation(

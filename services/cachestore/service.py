@@ -60,6 +60,7 @@ class CachestoreService(CatalogService):
             announce=request.announce,
             checkpointed=request.checkpointed,
             checkpoints=tuple(request.checkpoints),
+            parting_distance=request.parting_distance,
         )
 
         def lookup(session: int, now: float) -> Match:
@@ -82,6 +83,7 @@ class CachestoreService(CatalogService):
             checkpoint=messages.checkpoint(match),
             lease_id=match.lease_id,
             lease_seconds=self._config.lease_seconds if match.lease_id else 0.0,
+            parting=match.parting,
         )
 
     async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cachestore.announce import Announcement, Announcements
+from cachestore.checkpoints import deepest
 from cachestore.config import TOKEN_BYTES, StoreConfig
 from cachestore.holdings import Holdings, Kept
 from cachestore.lease import Claims
@@ -13,6 +14,7 @@ from cachestore.tree import MatchKind, Walk
 from cachestore.validation import (
     exhausted,
     require_kind,
+    require_parting_distance,
     require_positions,
     require_rows,
     require_sequence,
@@ -23,7 +25,8 @@ from cachestore.validation import (
 class Query:
     """Who asks wants at most `limit` rows, and when `checkpointed` only such as have a checkpoint
     behind them. To `announce` is to promise the rows that are missing, and checkpoints at these
-    positions. Who has `waited` for rows goes on doing so for fewer of them."""
+    positions; with a `parting_distance` one more, where others part from it, if that is so many
+    tokens behind any other. Who has `waited` for rows goes on doing so for fewer of them."""
 
     namespace: bytes
     tokens: bytes
@@ -31,22 +34,25 @@ class Query:
     announce: bool = False
     checkpointed: bool = False
     checkpoints: tuple[int, ...] = ()
+    parting_distance: int = 0
     waited: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
     """Rows [0, rows) in order, and the checkpoint behind them if the query needs one; `lease_id`
-    is 0 for a miss that was not announced."""
+    is 0 for a miss that was not announced. `parting` is where one more checkpoint was announced,
+    0 for nowhere."""
 
     kind: MatchKind
     rows: int
     spans: tuple[Span, ...]
     checkpoint: Span | None
     lease_id: int
+    parting: int
 
 
-NOTHING = Match(MatchKind.MISS, rows=0, spans=(), checkpoint=None, lease_id=0)
+NOTHING = Match(MatchKind.MISS, rows=0, spans=(), checkpoint=None, lease_id=0, parting=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,7 @@ class Serving:
         count = require_sequence(query.namespace, query.tokens, self._config.max_tokens)
         require_rows("limit", query.limit, count)
         require_positions(query.checkpointed, query.checkpoints, count)
+        require_parting_distance(query.announce and query.checkpointed, query.parting_distance)
         require_kind(query.checkpointed, self._holdings.checkpointed(query.namespace))
         return count
 
@@ -131,10 +138,11 @@ class Serving:
         kept = Kept(walk.path[: len(spans)], () if checkpoint is None else (checkpoint,))
         if rows:
             self._holdings.hit(walk, kept, now)
-        lease = _Lease(kept, self._announce(session, query, walk) if query.announce else None)
+        parting = self._parting(query, walk, rows)
+        announced = self._announce(session, query, walk, parting) if query.announce else None
         self._holdings.pin(kept)
-        lease_id = self._leases.open(session, lease, now)
-        return Match(kind, rows, spans, checkpoint.span if checkpoint else None, lease_id)
+        lease_id = self._leases.open(session, _Lease(kept, announced), now)
+        return Match(kind, rows, spans, checkpoint.span if checkpoint else None, lease_id, parting)
 
     def renew(self, session: int, lease_ids: Sequence[int], now: float) -> list[bool]:
         return [self._leases.renew(session, lease_id, now) for lease_id in lease_ids]
@@ -171,13 +179,26 @@ class Serving:
         announced = [lease.announced for lease in self._leases.held()]
         yield from self._announcements.checks([one for one in announced if one is not None])
 
-    def _announce(self, session: int, query: Query, walk: Walk) -> Announcement | None:
+    def _parting(self, query: Query, walk: Walk, rows: int) -> int:
+        """Where these tokens part from what others hold or have announced, if a checkpoint there
+        is worth it to the next one who parts there, and 0 otherwise."""
+        if query.parting_distance == 0:
+            return 0
+        wanted = query.tokens[: query.limit * TOKEN_BYTES]
+        held = min(walk.depth, query.limit)
+        parting = self._announcements.parting(query.namespace, wanted, held)
+        before = max(rows, deepest(query.checkpoints, parting))
+        return parting if parting - before >= query.parting_distance else 0
+
+    def _announce(
+        self, session: int, query: Query, walk: Walk, parting: int
+    ) -> Announcement | None:
+        namespace, tokens = query.namespace, query.tokens
         if not query.checkpointed:
-            return self._announcements.open(session, query.namespace, query.tokens, walk.depth)
+            return self._announcements.open(session, namespace, tokens, walk.depth)
+        positions = sorted({*query.checkpoints, parting} - {0})
         usable = _usable(walk, walk.depth)
-        return self._announcements.open(
-            session, query.namespace, query.tokens, usable, query.checkpoints
-        )
+        return self._announcements.open(session, namespace, tokens, usable, tuple(positions))
 
     def _end(self, lease: _Lease) -> None:
         self._holdings.unpin(lease.kept)

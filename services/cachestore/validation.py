@@ -99,6 +99,11 @@ def require_positions(checkpointed: bool, positions: Sequence[int], tokens: int)
         raise invalid("checkpoints are not in order; give each position once, ascending")
 
 
+def require_parting_distance(announced: bool, distance: int) -> None:
+    if distance and not announced:
+        raise invalid("parting_distance is given; it needs announce and checkpointed, too")
+
+
 def require_new_checkpoints(checkpoints: Sequence[NewCheckpoint]) -> None:
     for index, new in enumerate(checkpoints):
         if new.nbytes < 1:

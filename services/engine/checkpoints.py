@@ -11,7 +11,8 @@ this one:
 
 The one before the end is for the same prompt again, of which at least one token is computed, and
 as a rule it serves the next turn, too. Between them one is taken every `stride` tokens, for prompts
-that part anywhere.
+that part anywhere. And the cachestore, which sees where a prompt does part from others, may ask
+for one there (PARTING_DISTANCE).
 
 Of those that lie close together the first one is taken: whoever parts behind it computes a few
 tokens more, which takes hardly longer than the one token that each request computes. The last one
@@ -22,12 +23,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-# The cachestore takes 64 in one write; that of a short reply has one more, at the reply's end.
-POSITIONS_MAX: Final = 63
+from engine import config
+
+# The cachestore takes 64 in one write; that of a short reply has one more, at the reply's end, and
+# one may be where the prompt parts from others.
+POSITIONS_MAX: Final = 62
 # A copy of a state may have tens of MiB, and the prompt stops for it: as long as some tens of
 # tokens take on a GPU, where a forward pass of so few reads the same weights as one of a single
 # token.
 TOKENS_APART_MIN: Final = 32
+# Where prompts part unforeseen one is taken only if it saves the next one so many tokens: who has
+# parted there once may be alone with that.
+PARTING_DISTANCE: Final = config.CHECKPOINT_STRIDE_MIN
 
 
 @dataclass(frozen=True, slots=True)

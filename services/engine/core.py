@@ -121,6 +121,8 @@ class Core:
             return
         assert row.state is State.LOOKUP
         row.found, row.state = found, State.QUEUED
+        if found is not None and found.parting:
+            row.planned = tuple(sorted({*row.planned, found.parting}))
         now = self.clock()
         row.watch.enter(Stage.QUEUE, now)
         rest = len(row.request.tokens) - (found.rows if found else 0)

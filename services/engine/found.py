@@ -28,6 +28,11 @@ class Found:
     def rows(self) -> int:
         return self.lease.rows
 
+    @property
+    def parting(self) -> int:
+        """Where others part from the request, and it takes one more checkpoint; 0 for nowhere."""
+        return self.lease.parting
+
 
 def plan(
     policy: CodecPolicy, client: Client, namespace: bytes, lease: Lease, tokens: bytes

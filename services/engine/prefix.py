@@ -161,7 +161,8 @@ class Prefix:
         """Find the longest usable prefix; posts `looked_up`, unless it is not `wanted` any more.
 
         While somebody, in this engine or another one, computes more of the same tokens, this
-        waits for those rows; where rows need checkpoints, for the `planned` ones of the other.
+        waits for those rows; where rows need checkpoints, for the `planned` ones of the other,
+        and for the one that it takes where others part from it.
         """
         if not self._usable:
             self._post(lambda core: core.looked_up(request_id, None))
@@ -209,6 +210,7 @@ class Prefix:
                 wait_seconds=config.LOOKUP_WAIT_SECONDS,
                 checkpointed=self.checkpointed,
                 checkpoints=planned,
+                parting_distance=checkpoints.PARTING_DISTANCE if self.checkpointed else 0,
                 wanted=wanted,
             )
             self._link.hold(client, lease.id)

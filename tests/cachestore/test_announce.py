@@ -31,7 +31,7 @@ def test_a_promised_miss_has_a_lease_and_others_may_wait_for_it(bench: Bench) ->
     assert match.lease_id
     assert bench.rows_to_come(PROMPT) == 20
     assert bench.rows_to_come(PROMPT, limit=19) == 19
-    assert bench.rows_to_come([*range(8), 77]) == 8
+    assert bench.rows_to_come([*range(12), 77]) == 12
     assert bench.rows_to_come(PROMPT, namespace=OTHER_NAMESPACE) == 0
     assert bench.store.statistics(0.0).announced == 1
     assert bench.store.renew(bench.session, [match.lease_id], 0.0) == [True]
@@ -40,9 +40,26 @@ def test_a_promised_miss_has_a_lease_and_others_may_wait_for_it(bench: Bench) ->
 
 def test_for_less_than_a_record_nobody_waits(bench: Bench) -> None:
     bench.lookup(PROMPT, announce=True)
-    assert bench.rows_to_come([*range(4), 77]) == 4
-    assert bench.rows_to_come([*range(3), 77]) == 0
+    own = range(100, 110)
+    assert bench.rows_to_come([*range(4), *own]) == 4
+    assert bench.rows_to_come([*range(3), *own]) == 0
     assert bench.rows_to_come(PROMPT, limit=3) == 0
+
+
+@pytest.mark.parametrize(("own", "expected"), [(1, 0), (2, 8), (50, 8)])
+def test_a_question_does_not_wait_for_a_book(bench: Bench, own: int, expected: int) -> None:
+    bench.lookup(PROMPT, announce=True)
+    question = [*range(8), *range(100, 100 + own)]
+    assert bench.rows_to_come(question) == expected
+    assert bench.rows_to_come(question, waited=True) == expected
+
+
+def test_of_a_book_it_waits_for_the_last_page(bench: Bench) -> None:
+    bench.lookup(range(40), announce=True)
+    assert bench.rows_to_come([*range(34), 99]) == 34
+    bench.write(range(28))
+    assert bench.rows_to_come([*range(34), 99]) == 6
+    assert bench.rows_to_come(range(33)) == 0
 
 
 def test_whoever_has_waited_goes_on_for_fewer(bench: Bench) -> None:
@@ -198,3 +215,70 @@ def test_a_deeper_checkpoint_of_another_sequence_is_better_than_one_to_come(benc
     bench.write(branch, checkpoints=[27])
     assert bench.rows_to_come(branch, checkpoints=[]) == 0
     assert bench.rows_to_come(ANNOUNCED, checkpoints=[]) == 39
+
+
+def test_who_parts_from_what_is_held_promises_a_checkpoint_there(bench: Bench) -> None:
+    bench.write(PROMPT, checkpoints=[4, 19])
+    branch, third = [*range(10), 90, 91], [*range(10), 92, 93]
+    match = bench.lookup(branch, announce=True, checkpoints=[11], parting_distance=6)
+    assert (match.rows, match.parting) == (4, 10)
+    assert bench.rows_to_come(third, checkpoints=[]) == 10 - 4
+    bench.write(branch, checkpoints=[10, 11])
+    match = bench.lookup(third, announce=True, checkpoints=[11], parting_distance=1)
+    assert (match.rows, match.parting) == (10, 0)
+    bench.store.check()
+
+
+def test_who_parts_from_what_is_announced_does_so_too(bench: Bench) -> None:
+    bench.lookup(ANNOUNCED, announce=True, checkpoints=[39])
+    match = bench.lookup([*range(25), 90, 91], announce=True, checkpoints=[26], parting_distance=8)
+    assert (match.rows, match.parting) == (0, 25)
+    assert bench.rows_to_come([*range(25), 92], checkpoints=[]) == 25
+    bench.store.check()
+
+
+@pytest.mark.parametrize(("common", "expected"), [(25, 24), (27, 24), (28, 28), (4, 4), (3, 0)])
+def test_who_has_a_little_more_in_common_parts_at_the_same_place(
+    common: int, expected: int
+) -> None:
+    bench = Bench(Store(replace(tiny_config(), record_tokens=32)))
+    for announced in (False, True):
+        ids = [*range(common), 90 + announced, 95]
+        if announced:
+            bench.lookup(ANNOUNCED, announce=True, checkpoints=[40])
+        else:
+            bench.write(ANNOUNCED, checkpoints=[40])
+        match = bench.lookup(ids, announce=True, checkpoints=[common + 2], parting_distance=2)
+        assert match.parting == expected
+        bench.store.release(bench.session, [match.lease_id], 0.0)
+        bench.store.flush()
+
+
+@pytest.mark.parametrize(
+    ("limit", "checkpoints", "distance", "expected"),
+    [
+        (26, [26], 15, 25),
+        (26, [26], 16, 0),  # too close to what is served
+        (26, [15, 26], 11, 0),  # to one that is planned
+        (26, [15, 26], 10, 25),
+        (22, [], 12, 22),  # no more is asked for
+        (26, [25], 1, 0),  # one is planned there
+        (26, [], 0, 0),
+    ],
+)
+def test_a_checkpoint_is_taken_only_where_it_is_worth_it(
+    bench: Bench, limit: int, checkpoints: list[int], distance: int, expected: int
+) -> None:
+    bench.write(ANNOUNCED, checkpoints=[10, 39])
+    branch = [*range(25), 90, 91]
+    match = bench.lookup(
+        branch, limit, announce=True, checkpoints=checkpoints, parting_distance=distance
+    )
+    assert (match.rows, match.parting) == (10, expected)
+
+
+def test_only_a_promise_can_include_one_more(bench: Bench) -> None:
+    query = bench.query(ANNOUNCED, announce=True, parting_distance=8)
+    for asked in (query, replace(query, announce=False, checkpointed=True)):
+        with pytest.raises(Refused, match=r"^parting_distance "):
+            bench.store.lookup(bench.session, asked, 0.0)

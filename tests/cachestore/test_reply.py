@@ -34,6 +34,10 @@ def replace(column: MutableSequence[int], value: int) -> None:
     column[0] = value
 
 
+def asked(limit: int = 5, checkpointed: bool = False) -> pb.LookupRequest:
+    return pb.LookupRequest(limit=limit, checkpointed=checkpointed)
+
+
 def request() -> pb.ReserveRequest:
     return pb.ReserveRequest(
         namespace=bytes(32), tokens=bytes(40), first_row=1, record_overhead_bytes=50, row_bytes=10
@@ -55,7 +59,7 @@ def room() -> pb.ReserveResponse:
 
 
 def test_a_match_is_handed_on() -> None:
-    lease = reply.lease(match(), limit=5)
+    lease = reply.lease(match(), asked())
     assert (lease.id, lease.kind, lease.rows, lease.seconds) == (9, MatchKind.PREFIX, 5, 30.0)
     assert [(span.record_id, span.first_row, span.rows) for span in lease.spans] == [
         (7, 0, 2),
@@ -64,7 +68,7 @@ def test_a_match_is_handed_on() -> None:
 
 
 def test_a_miss_has_nothing_to_release() -> None:
-    lease = reply.lease(pb.LookupResponse(kind=pb.MATCH_KIND_MISS), limit=5)
+    lease = reply.lease(pb.LookupResponse(kind=pb.MATCH_KIND_MISS), asked())
     assert lease == reply.Lease(0, MatchKind.MISS, 0, (), 0.0)
 
 
@@ -95,12 +99,12 @@ def test_a_match_that_cannot_be_is_refused(spoil: Callable[[pb.LookupResponse], 
     answer = match()
     spoil(answer)
     with pytest.raises(Contradiction):
-        reply.lease(answer, limit=5)
+        reply.lease(answer, asked())
 
 
 def test_more_rows_than_asked_for_are_refused() -> None:
     with pytest.raises(Contradiction, match="over 4"):
-        reply.lease(match(), limit=4)
+        reply.lease(match(), asked(limit=4))
 
 
 def test_a_reservation_is_handed_on() -> None:
@@ -172,10 +176,10 @@ def match_with_state() -> pb.LookupResponse:
 
 
 def test_a_match_with_its_checkpoint_is_handed_on() -> None:
-    lease = reply.lease(match_with_state(), limit=5, checkpointed=True)
+    lease = reply.lease(match_with_state(), asked(checkpointed=True))
     extent = Extent(slab_id=2, offset=512, length=1024, generation=7)
     assert lease.checkpoint == reply.Checkpoint(11, 5, extent, 1000)
-    miss = reply.lease(pb.LookupResponse(kind=pb.MATCH_KIND_MISS), limit=5, checkpointed=True)
+    miss = reply.lease(pb.LookupResponse(kind=pb.MATCH_KIND_MISS), asked(checkpointed=True))
     assert miss.checkpoint is None
 
 
@@ -198,14 +202,32 @@ def test_a_checkpoint_that_cannot_be_is_refused(
     answer = match_with_state()
     spoil(answer)
     with pytest.raises(Contradiction):
-        reply.lease(answer, limit=5, checkpointed=True)
+        reply.lease(answer, asked(checkpointed=True))
 
 
 def test_rows_come_with_a_checkpoint_exactly_when_they_need_one() -> None:
     with pytest.raises(Contradiction, match="checkpoint"):
-        reply.lease(match_with_state(), limit=5)
+        reply.lease(match_with_state(), asked())
     with pytest.raises(Contradiction, match="checkpoint"):
-        reply.lease(match(), limit=5, checkpointed=True)
+        reply.lease(match(), asked(checkpointed=True))
+
+
+def test_a_parting_is_handed_on() -> None:
+    answer = match()
+    answer.parting = 9
+    asked_for = pb.LookupRequest(limit=9, parting_distance=4)
+    assert reply.lease(answer, asked_for).parting == 9
+    for wrong, request in (
+        (8, asked_for),  # too close behind the rows that are served
+        (10, asked_for),  # over the limit
+        (9, pb.LookupRequest(limit=9)),  # nobody has asked
+    ):
+        answer.parting = wrong
+        with pytest.raises(Contradiction, match="parting"):
+            reply.lease(answer, request)
+    promise = pb.LookupResponse(kind=pb.MATCH_KIND_MISS, parting=9)
+    with pytest.raises(Contradiction, match="parting"):
+        reply.lease(promise, asked_for)
 
 
 def request_for_states() -> pb.ReserveRequest:

@@ -20,6 +20,7 @@ from tests.support.claims import (
     ROW_BYTES,
     Announced,
     Ids,
+    Parting,
     Reader,
     Writer,
     fill,
@@ -194,7 +195,8 @@ class StoreMachine(RuleBasedStateMachine):
         session = data.draw(st.sampled_from(self.sessions))
         limit, announce = data.draw(st.integers(0, len(ids))), data.draw(st.booleans())
         positions = positions_of(data, namespace, ids)
-        self.look(session, namespace, ids, limit, announce, positions)
+        distance = data.draw(st.integers(0, 6)) if announce and positions is not None else 0
+        self.look(session, namespace, ids, limit, announce, positions, distance)
 
     @precondition(lambda self: self.ledger.held(CHECKPOINTED))
     @rule(data=st.data(), tail=ENDS, writing=st.booleans())
@@ -212,19 +214,19 @@ class StoreMachine(RuleBasedStateMachine):
         limit: int,
         announce: bool = False,
         positions: list[int] | None = None,
+        distance: int = 0,
     ) -> Match:
         if namespace == CHECKPOINTED:
             positions = positions or []
         to_come = self.bench.rows_to_come(ids, limit, namespace, positions)
         waiting_on = self.bench.rows_to_come(ids, limit, namespace, positions, waited=True)
-        match = self.bench.lookup(ids, limit, namespace, session, announce, positions)
-        expected = max(
-            (
-                announced.worth(ids[:limit]) - max(match.rows, announced.done)
-                for announced in self.announcements(namespace)
-            ),
-            default=0,
-        )
+        others = self.announcements(namespace)
+        match = self.bench.lookup(ids, limit, namespace, session, announce, positions, distance)
+        wanted = ids[:limit]
+        parting = Parting(wanted, match.rows, positions or [], distance, others)
+        depths = self.ledger.depths(namespace, wanted, match.rows)
+        assert match.parting in {parting.at(held) for held in depths}
+        expected = max((one.to_come(wanted, match.rows) for one in others), default=0)
         assert to_come == (expected if expected >= RECORD_TOKENS else 0)
         assert waiting_on == max(0, expected)
         assert match.rows <= limit
@@ -247,7 +249,8 @@ class StoreMachine(RuleBasedStateMachine):
             assert match.rows == self.ledger.usable(namespace, ids[:limit])
         assert match.rows <= depth
         if match.lease_id:
-            announced = self.announced(namespace, ids, positions) if announce else None
+            promised = None if positions is None else [*positions, match.parting]
+            announced = self.announced(namespace, ids, promised) if announce else None
             deadline = self.bench.now + 30.0
             self.readers.append(Reader(session, namespace, match, rows, deadline, announced))
         return match
@@ -372,13 +375,8 @@ class StoreMachine(RuleBasedStateMachine):
         assert statistics.bytes_reserved == sum(w.bytes_held for w in self.writers)
         assert statistics.bytes_quarantined == sum(w.bytes_held for w in self.lapsed)
         assert statistics.bytes_slabs == sum(len(slab) for slab in self.bench.slabs.values())
-        assert statistics.bytes_slabs == (
-            statistics.bytes_used
-            + statistics.bytes_reserved
-            + statistics.bytes_quarantined
-            + statistics.bytes_retiring
-            + statistics.bytes_free
-        )
+        parts = ("used", "reserved", "quarantined", "retiring", "free")
+        assert statistics.bytes_slabs == sum(getattr(statistics, f"bytes_{part}") for part in parts)
         assert statistics.bytes_slabs <= statistics.bytes_budget
         retiring = sum(len(self.bench.slabs[slab_id]) for slab_id in self.retiring)
         assert statistics.bytes_retiring == retiring

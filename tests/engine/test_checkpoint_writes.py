@@ -4,18 +4,15 @@ whatever runs beside, and no row is stored that none of them reaches."""
 from collections.abc import Sequence
 from typing import Any
 
-import mlx.core as mx
-import numpy as np
 import pytest
 
 from cachestore.config import CHECKPOINTS_PER_CALL_MAX
 from engine import checkpoints, writeback
 from engine.batch import Batch, BatchMode
 from engine.checkpoints import Boundaries
-from engine.kv import kinds
-from engine.kv.live import LiveCaches
 from engine.scheduler import Scheduler
-from tests.support.cores import LONG, SHORT, Driven, PackedState, Write, alone
+from tests.support.checkpoints import Alone
+from tests.support.cores import LONG, SHORT, Driven, Write, alone
 from tests.support.models import (
     gemma3_config,
     llama4_config,
@@ -25,7 +22,6 @@ from tests.support.models import (
 )
 
 PIECE = 8
-TOLERANCE = 1e-4
 OTHER = [(7 * n + 3) % 256 for n in range(55)]
 ENDS = (20, 60)
 # Every 32 tokens, where others part, and one before the end.
@@ -78,7 +74,7 @@ def check(driven: Driven, tokens: Sequence[int], reply: Sequence[int], first: in
     """Every row once, none behind the last checkpoint of its write, and every state exact; where
     checkpoints were taken."""
     path = (*tokens, *reply)
-    alone = Alone(driven, path)
+    alone = Alone(driven.model, driven.prefix.layout, path)
     for write in writes_of(driven, tokens):
         assert write.first == first
         assert write.tokens == path[: len(write.tokens)]
@@ -87,30 +83,6 @@ def check(driven: Driven, tokens: Sequence[int], reply: Sequence[int], first: in
         for each in write.checkpoints:
             alone.check(each)
     return positions(writes_of(driven, tokens))
-
-
-class Alone:
-    """One sequence that the model computes by itself."""
-
-    def __init__(self, driven: Driven, path: Sequence[int]) -> None:
-        self._driven, self._path = driven, path
-        self._caches = LiveCaches(driven.model).fresh()
-        self._fed = 0
-
-    def check(self, packed: PackedState) -> None:
-        """Its state is that after exactly so many tokens; positions must ascend."""
-        tokens, self._fed = self._path[self._fed : packed.position], packed.position
-        mx.eval(self._driven.model(mx.array([list(tokens)]), cache=self._caches))
-        expected = kinds.snapshot(self._driven.prefix.layout, self._caches, 0).leaves
-        arrays = list(zip(flat(packed.state), flat(expected), strict=True))
-        assert arrays
-        for array, expected_array in arrays:
-            expected_numbers = np.array(expected_array)
-            np.testing.assert_allclose(array, expected_numbers, TOLERANCE, TOLERANCE)
-
-
-def flat(leaves: Any) -> list[Any]:
-    return [array for leaf in leaves for part in leaf for array in part]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 5])
@@ -156,6 +128,25 @@ def test_behind_a_hit_only_those_beyond_it_are_taken(of_a_kind: Driven, cached: 
     assert driven.deltas(1) == alone(driven.model, LONG, 6).tokens
     taken = check(driven, LONG, driven.deltas(1), first=cached)
     assert taken == [*(p for p in PLANNED if p > cached), 76]
+    driven.check_empty()
+
+
+@pytest.mark.parametrize(("cached", "valid"), [(0, True), (20, True), (20, False)])
+def test_one_more_is_taken_where_others_part(of_a_kind: Driven, cached: int, valid: bool) -> None:
+    """Also when the hit turns out to be none."""
+    driven, parting = of_a_kind, 45
+    driven.submit(1, LONG, max_tokens=6, boundaries=Boundaries(ENDS, 60))
+    if cached:
+        driven.core.looked_up(1, driven.found(LONG, cached, parting=parting))
+        driven.core.turn()
+        driven.copied(valid)
+    else:
+        driven.core.looked_up(1, driven.miss(parting))
+    driven.turn_until_idle()
+    assert driven.deltas(1) == alone(driven.model, LONG, 6).tokens
+    first = cached if valid else 0
+    taken = check(driven, LONG, driven.deltas(1), first)
+    assert taken == [*sorted(p for p in (*PLANNED, parting) if p > first), 76]
     driven.check_empty()
 
 
@@ -348,10 +339,11 @@ def test_a_promise_is_taken_back_when_nothing_can_be_written(hybrid: Driven) -> 
     hybrid.check_empty()
 
 
-@pytest.mark.parametrize("length", [64, 65, 66, 128])
+@pytest.mark.parametrize("length", [65, 66, 67, 128])
 def test_a_write_has_no_more_checkpoints_than_the_store_takes(hybrid: Driven, length: int) -> None:
-    ends = Boundaries(tuple(range(1, length)))
-    hybrid.start(1, (LONG * 2)[:length], max_tokens=1, boundaries=ends)
+    """The end of a reply of one token is that of its prompt, and goes with it."""
+    hybrid.submit(1, (LONG * 2)[:length], max_tokens=1, boundaries=Boundaries((*range(2, length),)))
+    hybrid.core.looked_up(1, hybrid.miss(parting=1))
     hybrid.turn_until_idle()
     (write,) = hybrid.prefix.written
     assert len(write.tokens) == length

@@ -47,8 +47,8 @@ backend.
 replies together; `one-row`, one request at a time. Found by the check at load, because mlx-lm \
 gives wrong results otherwise.
 - **Layers**: *rows* are reused up to the last token that matches, *checkpoints* where one was \
-taken: where chats part, one token before the end of the prompt, at the end of the reply, \
-and every `--checkpoint-stride` tokens.
+taken: where chats part, where prompts have parted before, one token before the end of the \
+prompt, at the end of the reply, and every `--checkpoint-stride` tokens.
 - **Reused**, of a request that was stored (*exact*), goes on from what was stored (*prefix*), \
 ends inside it (*supersequence*) or parts from it (*lcp*): *all* that matches, or what lies before \
 the last *checkpoint*. At least one token is always computed.

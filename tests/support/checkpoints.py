@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from cachestore import record
 from engine import attach, pack
@@ -12,9 +13,12 @@ from engine.attach import Source
 from engine.kv import kinds
 from engine.kv.codec import CodecPolicy
 from engine.kv.history import sliced
-from engine.kv.layout import probe
+from engine.kv.layout import CacheLayout, probe
 from engine.kv.live import LiveCaches
 from tests.support.caches import NAMESPACE
+from tests.support.cores import PackedState
+
+TOLERANCE = 1e-4
 
 
 def lossless(live: LiveCaches) -> CodecPolicy:
@@ -98,3 +102,27 @@ def flat(state: Any) -> list[mx.array]:
     if isinstance(state, list | tuple):
         return [array for part in state for array in flat(part)]
     return [state] if isinstance(state, mx.array) else []
+
+
+class Alone:
+    """One sequence that the model computes by itself."""
+
+    def __init__(self, model: Any, layout: CacheLayout, path: Sequence[int]) -> None:
+        self._model, self._layout, self._path = model, layout, path
+        self._caches = LiveCaches(model).fresh()
+        self._fed = 0
+
+    def check(self, packed: PackedState) -> None:
+        """Its state is that after exactly so many tokens; positions must ascend."""
+        tokens, self._fed = self._path[self._fed : packed.position], packed.position
+        mx.eval(self._model(mx.array([list(tokens)]), cache=self._caches))
+        expected = kinds.snapshot(self._layout, self._caches, 0).leaves
+        arrays = list(zip(_flat(packed.state), _flat(expected), strict=True))
+        assert arrays
+        for array, expected_array in arrays:
+            expected_numbers = np.array(expected_array)
+            np.testing.assert_allclose(array, expected_numbers, TOLERANCE, TOLERANCE)
+
+
+def _flat(leaves: Any) -> list[Any]:
+    return [array for leaf in leaves for part in leaf for array in part]

@@ -96,9 +96,33 @@ class Announced:
         """Rows of `ids` that can be served when all has come."""
         return reach(shared(self.ids, ids), self.positions)
 
+    def to_come(self, ids: Ids, rows: int) -> int:
+        """Those of `ids`, of which the first `rows` can be served, that are worth waiting for."""
+        held = max(rows, self.done)
+        far_more = len(self.ids) - self.done > 2 * (len(ids) - held)
+        return 0 if far_more else self.worth(ids) - held
+
     def note(self, ids: Ids, positions: list[int] | None) -> None:
         """All rows of `ids` have been committed, and checkpoints at these positions."""
         self.done = max(self.done, reach(shared(self.ids, ids), positions))
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where a lookup of `ids`, served `rows` of them, is to be told that they part from others, who
+    have announced that much, when a checkpoint there is worth `distance`."""
+
+    ids: Ids
+    rows: int
+    positions: list[int]
+    distance: int
+    others: list[Announced]
+
+    def at(self, held: int) -> int:
+        """0 for nowhere; `held` of `ids` are held, not only what can be served."""
+        end = max(held, *(shared(self.ids, other.ids) for other in self.others), 0)
+        gain = end - max(self.rows, reach(end, self.positions))
+        return end if self.distance and gain >= self.distance else 0
 
 
 @dataclass(frozen=True)

@@ -254,12 +254,19 @@ class Driven:
         self.core.turn()
         self.copied()
 
-    def miss(self) -> Found:
-        lease = Lease(next(self.lease_ids), MatchKind.MISS, 0, (), 30.0)
+    def miss(self, parting: int = 0) -> Found:
+        lease = Lease(next(self.lease_ids), MatchKind.MISS, 0, (), 30.0, parting=parting)
         self.made.append(Found(cast(Any, None), lease, None))
         return self.made[-1]
 
-    def found(self, tokens: Sequence[int], rows: int, blocks: int = 1, broken: str = "") -> Found:
+    def found(
+        self,
+        tokens: Sequence[int],
+        rows: int,
+        blocks: int = 1,
+        broken: str = "",
+        parting: int = 0,
+    ) -> Found:
         """A match of the first rows, in so many blocks, of which the last may be broken."""
 
         def caches() -> list[Any]:
@@ -268,7 +275,7 @@ class Driven:
             return made
 
         parts = [FakeBlock() for _ in range(blocks - 1)] + [FakeBlock(broken)]
-        lease = Lease(next(self.lease_ids), MatchKind.PREFIX, rows, (), 30.0)
+        lease = Lease(next(self.lease_ids), MatchKind.PREFIX, rows, (), 30.0, parting=parting)
         found = Found(cast(Any, None), lease, cast(Any, FakeAttachment(parts, caches)))
         self.made.append(found)
         return found

@@ -60,6 +60,12 @@ class Ledger:
             return MatchKind.SUPERSEQUENCE, depth
         return (MatchKind.PREFIX if ids[:depth] in ends else MatchKind.LCP), depth
 
+    def depths(self, namespace: bytes, ids: Ids, served: int) -> range:
+        """How many rows of these may be held: when some have left, any number from those that are
+        served on."""
+        _, depth = self.best(namespace, ids)
+        return range(depth if self.nothing_left() else served, depth + 1)
+
     def nothing_left(self) -> bool:
         return self.lost == 0 and self.bench.store.statistics(self.bench.now).evictions == 0
 

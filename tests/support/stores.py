@@ -145,9 +145,10 @@ class Bench:
         session: int = 0,
         announce: bool = False,
         checkpoints: Sequence[int] | None = None,
+        parting_distance: int = 0,
     ) -> Match:
         """With positions of checkpoints to be announced, or none of them, only rows with one."""
-        query = self.query(ids, limit, namespace, announce, checkpoints)
+        query = self.query(ids, limit, namespace, announce, checkpoints, parting_distance)
         return self.store.lookup(session or self.session, query, self.now)
 
     def rows_to_come(
@@ -168,10 +169,11 @@ class Bench:
         namespace: bytes = NAMESPACE,
         announce: bool = False,
         checkpoints: Sequence[int] | None = None,
+        parting_distance: int = 0,
     ) -> Query:
         rows = len(ids) if limit is None else limit
         positions, needed = tuple(checkpoints or ()), checkpoints is not None
-        return Query(namespace, packed(ids), rows, announce, needed, positions)
+        return Query(namespace, packed(ids), rows, announce, needed, positions, parting_distance)
 
     def peek(
         self,

@@ -63,14 +63,25 @@ class Stage:
 
     def crowd(self) -> tuple[list[pb.Prompt], list[list[int]]]:
         """Chats on a system prompt that nobody has asked for, and the replies of a cold run."""
-        draw = random.Random(next(self.seeds))
-        system, *questions = (
-            "".join(draw.choices(string.ascii_letters, k=letters))
-            for letters in (SYSTEM_LETTERS, *[QUESTION_LETTERS] * CROWD)
-        )
+        system, *questions = self.texts(SYSTEM_LETTERS, QUESTION_LETTERS)
         prompts = [chat(("system", system), ("user", question)) for question in questions]
+        return prompts, self.expected(prompts)
+
+    def raw_crowd(self) -> tuple[list[pb.Prompt], list[list[int]]]:
+        """The same of prompts that are text: nobody can tell where they will part."""
+        prefix, *tails = self.texts(PREFIX, TAIL - 1)
+        # They part behind the prefix, and not a letter later.
+        prompts = [pb.Prompt(text=prefix + str(n) + tail) for n, tail in enumerate(tails)]
+        return prompts, self.expected(prompts)
+
+    def texts(self, prefix_letters: int, tail_letters: int) -> list[str]:
+        draw = random.Random(next(self.seeds))
+        letters = (prefix_letters, *[tail_letters] * CROWD)
+        return ["".join(draw.choices(string.ascii_letters, k=k)) for k in letters]
+
+    def expected(self, prompts: list[pb.Prompt]) -> list[list[int]]:
         with ThreadPoolExecutor(CROWD) as pool:
-            return prompts, list(pool.map(lambda prompt: reply(self.cold, prompt), prompts))
+            return list(pool.map(lambda prompt: reply(self.cold, prompt), prompts))
 
     def check_nothing_announced(self) -> None:
         """Once all replies have come. A lease ends, and what it announced, when the rows of its
@@ -176,3 +187,33 @@ def test_a_follower_goes_on_where_a_model_needs_checkpoints(
     stage: Stage, step: int, count: int
 ) -> None:
     check_followers(stage, step, count)
+
+
+@pytest.mark.parametrize("stage", ["gemma3", "qwen3_next"], indirect=True)
+@pytest.mark.parametrize("count", [1, 2])
+def test_two_of_a_crowd_prefill_what_is_raw_where_a_model_needs_checkpoints(
+    stage: Stage, count: int
+) -> None:
+    """The second one is told where it parts from the first, and the others wait for that."""
+    engines = stage.engines[:count]
+    prompts, expected = stage.raw_crowd()
+    before = computed(*engines)
+    with ThreadPoolExecutor(CROWD) as pool:
+        replies = list(pool.map(reply, itertools.cycle(engines), prompts))
+    stage.check_nothing_announced()
+    assert replies == expected
+    assert computed(*engines) - before <= PREFIX + COMPUTED_MAX
+
+
+@pytest.mark.parametrize("stage", ["gemma3", "qwen3_next"], indirect=True)
+def test_the_third_who_parts_at_the_same_place_goes_on_from_there(stage: Stage) -> None:
+    engine, _ = stage.engines
+    prompts, expected = stage.raw_crowd()
+    spent = []
+    for prompt, tokens in zip(prompts[:4], expected, strict=False):
+        before = computed(engine)
+        assert reply(engine, prompt) == tokens
+        stage.check_nothing_announced()
+        spent.append(computed(engine) - before)
+    assert min(spent[:2]) >= PREFIX
+    assert max(spent[2:]) <= TAIL + RECORD // 8

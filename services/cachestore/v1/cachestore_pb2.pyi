@@ -260,6 +260,7 @@ class LookupRequest(_message.Message):
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     CHECKPOINTED_FIELD_NUMBER: _builtins.int
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    PARTING_DISTANCE_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     """SHA-256 that names model content, layout and codec policy: exactly 32 bytes."""
     tokens: _builtins.bytes
@@ -276,11 +277,18 @@ class LookupRequest(_message.Message):
     """Answer only once no one has announced rows, at least as many as a record holds (256 by
     default), that could be served beyond those held now; but not later than after that many
     seconds, 0 to 120. The call's own deadline has to be longer. With 128 calls waiting already,
-    do not wait.
+    do not wait, and not for somebody who has more than twice as much to compute as the caller
+    without those rows.
     """
     checkpointed: _builtins.bool
     """Rows are of no use to the caller without a checkpoint: only those up to the deepest one, at
     or before `limit`, are served. FAILED_PRECONDITION when the namespace is of the other kind.
+    """
+    parting_distance: _builtins.int
+    """With `announce` and `checkpointed`: the caller will commit one more, where its tokens part
+    from what is held or announced (in steps of an eighth of a record), when that is so many
+    tokens, at least, behind the rows that are served and behind any of `checkpoints` before it.
+    0: it will not.
     """
     @_builtins.property
     def checkpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -299,10 +307,11 @@ class LookupRequest(_message.Message):
         wait_seconds: _builtins.float = ...,
         checkpointed: _builtins.bool = ...,
         checkpoints: _abc.Iterable[_builtins.int] | None = ...,
+        parting_distance: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["announce", b"announce", "checkpointed", b"checkpointed", "checkpoints", b"checkpoints", "limit", b"limit", "namespace", b"namespace", "tokens", b"tokens", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announce", b"announce", "checkpointed", b"checkpointed", "checkpoints", b"checkpoints", "limit", b"limit", "namespace", b"namespace", "parting_distance", b"parting_distance", "tokens", b"tokens", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -319,6 +328,7 @@ class LookupResponse(_message.Message):
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     RETIRED_SLAB_IDS_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
+    PARTING_FIELD_NUMBER: _builtins.int
     kind: Global___MatchKind.ValueType
     """What was found."""
     rows: _builtins.int
@@ -327,6 +337,10 @@ class LookupResponse(_message.Message):
     """Lease over the records of the spans; 0 for a miss, unless it was announced."""
     lease_seconds: _builtins.float
     """Seconds until the lease lapses unless renewed."""
+    parting: _builtins.int
+    """Where the caller has to take one more checkpoint, which belongs to its announcement; 0 for
+    nowhere. Only with `parting_distance`. Above `rows`, and at most `limit`.
+    """
     @_builtins.property
     def spans(self) -> Global___Spans:
         """Where rows [0, rows) are, in order."""
@@ -351,10 +365,11 @@ class LookupResponse(_message.Message):
         lease_seconds: _builtins.float = ...,
         retired_slab_ids: _abc.Iterable[_builtins.int] | None = ...,
         checkpoint: Global___Checkpoint | None = ...,
+        parting: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "spans", b"spans"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "kind", b"kind", "lease_id", b"lease_id", "lease_seconds", b"lease_seconds", "retired_slab_ids", b"retired_slab_ids", "rows", b"rows", "spans", b"spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "kind", b"kind", "lease_id", b"lease_id", "lease_seconds", b"lease_seconds", "parting", b"parting", "retired_slab_ids", b"retired_slab_ids", "rows", b"rows", "spans", b"spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
