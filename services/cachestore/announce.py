@@ -115,12 +115,11 @@ class Announcements:
         those announced, and is not among what is done of them. Costs one comparison of tokens for
         each announcement of the namespace.
         """
-        to_come = 0
+        to_come, count = 0, len(tokens) // TOKEN_BYTES
         for announcement in self._of_namespace.get(namespace, ()):
             worth = announcement.worth(_shared(tokens, announcement.tokens))
             held = max(announcement.rows_done, rows_held)
-            own_rest = len(tokens) // TOKEN_BYTES - held
-            if announcement.rest <= REST_RATIO_MAX * own_rest:
+            if announcement.rest <= REST_RATIO_MAX * (count - held):
                 to_come = max(to_come, worth - held)
         return to_come if to_come >= (self._few_rows if waited else self._rows_min) else 0
 
@@ -130,8 +129,7 @@ class Announcements:
         Costs as much as rows_to_come.
         """
         others = self._of_namespace.get(namespace, ())
-        parting = max((_shared(tokens, other.tokens) for other in others), default=0)
-        parting = max(parting, rows_held)
+        parting = max([rows_held, *(_shared(tokens, other.tokens) for other in others)])
         return parting - parting % self._few_rows
 
     def checks(self, of_leases: Sequence[Announcement]) -> Iterator[int]:

@@ -37,6 +37,11 @@ class Query:
     parting_distance: int = 0
     waited: bool = False
 
+    @property
+    def wanted(self) -> bytes:
+        """The tokens whose rows may be served."""
+        return self.tokens[: self.limit * TOKEN_BYTES]
+
 
 @dataclass(frozen=True, slots=True)
 class Match:
@@ -109,7 +114,7 @@ class Serving:
         0 when they are few, as Announcements says. Changes nothing.
         """
         self.require(query)
-        wanted = query.tokens[: query.limit * TOKEN_BYTES]
+        wanted = query.wanted
         to_come = self._announcements.rows_to_come(query.namespace, wanted, 0, query.waited)
         if to_come and query.checkpointed:
             usable = _usable(self._holdings.walk(query.namespace, wanted), query.limit)
@@ -184,9 +189,8 @@ class Serving:
         is worth it to the next one who parts there, and 0 otherwise."""
         if query.parting_distance == 0:
             return 0
-        wanted = query.tokens[: query.limit * TOKEN_BYTES]
         held = min(walk.depth, query.limit)
-        parting = self._announcements.parting(query.namespace, wanted, held)
+        parting = self._announcements.parting(query.namespace, query.wanted, held)
         before = max(rows, deepest(query.checkpoints, parting))
         return parting if parting - before >= query.parting_distance else 0
 

@@ -97,11 +97,11 @@ def feed(model: Any, caches: Sequence[Any], *chunks: Sequence[int]) -> mx.array:
     return logits
 
 
-def flat(state: Any) -> list[mx.array]:
-    """The arrays in it."""
+def flat(state: Any) -> list[Any]:
+    """The arrays in it, of MLX or numpy."""
     if isinstance(state, list | tuple):
         return [array for part in state for array in flat(part)]
-    return [state] if isinstance(state, mx.array) else []
+    return [state] if isinstance(state, mx.array | np.ndarray) else []
 
 
 class Alone:
@@ -115,14 +115,10 @@ class Alone:
     def check(self, packed: PackedState) -> None:
         """Its state is that after exactly so many tokens; positions must ascend."""
         tokens, self._fed = self._path[self._fed : packed.position], packed.position
-        mx.eval(self._model(mx.array([list(tokens)]), cache=self._caches))
+        feed(self._model, self._caches, tokens)
         expected = kinds.snapshot(self._layout, self._caches, 0).leaves
-        arrays = list(zip(_flat(packed.state), _flat(expected), strict=True))
+        arrays = list(zip(flat(packed.state), flat(expected), strict=True))
         assert arrays
         for array, expected_array in arrays:
             expected_numbers = np.array(expected_array)
             np.testing.assert_allclose(array, expected_numbers, TOLERANCE, TOLERANCE)
-
-
-def _flat(leaves: Any) -> list[Any]:
-    return [array for leaf in leaves for part in leaf for array in part]

@@ -132,14 +132,20 @@ def led(
 @pytest.mark.parametrize("stage", ["llama"], indirect=True)
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_crowd_prefills_its_prefix_once(stage: Stage, count: int) -> None:
+    assert check_at_once(stage, count, *stage.crowd()) <= COMPUTED_MAX
+
+
+def check_at_once(
+    stage: Stage, count: int, prompts: list[pb.Prompt], expected: list[list[int]]
+) -> int:
+    """All of a crowd come together, to so many engines; returns what these compute."""
     engines = stage.engines[:count]
-    prompts, expected = stage.crowd()
     before = computed(*engines)
     with ThreadPoolExecutor(CROWD) as pool:
         replies = list(pool.map(reply, itertools.cycle(engines), prompts))
     stage.check_nothing_announced()
     assert replies == expected
-    assert computed(*engines) - before <= COMPUTED_MAX
+    return computed(*engines) - before
 
 
 def check_followers(stage: Stage, step: int, count: int) -> None:
@@ -195,14 +201,7 @@ def test_two_of_a_crowd_prefill_what_is_raw_where_a_model_needs_checkpoints(
     stage: Stage, count: int
 ) -> None:
     """The second one is told where it parts from the first, and the others wait for that."""
-    engines = stage.engines[:count]
-    prompts, expected = stage.raw_crowd()
-    before = computed(*engines)
-    with ThreadPoolExecutor(CROWD) as pool:
-        replies = list(pool.map(reply, itertools.cycle(engines), prompts))
-    stage.check_nothing_announced()
-    assert replies == expected
-    assert computed(*engines) - before <= PREFIX + COMPUTED_MAX
+    assert check_at_once(stage, count, *stage.raw_crowd()) <= PREFIX + COMPUTED_MAX
 
 
 @pytest.mark.parametrize("stage", ["gemma3", "qwen3_next"], indirect=True)
