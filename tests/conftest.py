@@ -1,4 +1,5 @@
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import tests.support.mlx  # noqa: F401 - before anything imports MLX
 from tests.support.daemons import Cachestore, short_directory, start_cachestore
+
+# A shell's background jobs ignore Ctrl-C, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("ci")

@@ -12,6 +12,7 @@ from cachestore import notify
 from cachestore.notify import Notifier
 from tests.support.daemons import start_cachestore
 from tests.support.manager import Manager
+from tests.support.waiting import until
 
 
 def test_without_a_manager_nothing_is_said() -> None:
@@ -43,7 +44,8 @@ def test_that_it_serves_is_heard_by_a_manager_that_is_busy(directory: Path) -> N
         speaking.start()
         speaking.join(0.1)
         assert speaking.is_alive()
-        manager.wait("READY=1")
+        # It may come while the queue is emptied, so not `manager.wait`.
+        until(lambda: "READY=1" in manager.heard, "READY=1 to be said")
         speaking.join()
 
 

@@ -164,9 +164,7 @@ def terminal(socket: Path, **environment: str) -> Iterator[Terminal]:
     """`top` on a terminal of 80 columns and 24 lines."""
     ours, its = pty.openpty()
     termios.tcsetwinsize(its, (24, 80))
-    # A child of a shell's background job would ignore interrupts.
-    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    words = [*ADMIN[:-1], heed + ADMIN[-1], "--socket", str(socket), "top", "--interval", "0.1"]
+    words = [*ADMIN, "--socket", str(socket), "top", "--interval", "0.1"]
     env = {**os.environ, "TERM": "xterm-256color", **environment}
     for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES"):
         if name not in environment:
