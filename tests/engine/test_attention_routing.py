@@ -142,6 +142,50 @@ def test_what_is_not_packed_is_mlx_lms(length: int, mask: Mask) -> None:
         assert mx.array_equal(found, OUTER(*given))
 
 
+MASKS = {
+    "none": None,
+    "columns": mx.arange(7) < 5,
+    "sequences": mx.arange(7) < mx.array([3, 6])[:, None, None, None],
+    "added": mx.random.normal((2, 1, 1, 7), key=mx.random.key(5)),
+    "heads": mx.arange(7) < mx.arange(1, 7)[:, None, None],
+    "heads, added": mx.random.normal((2, 6, 1, 7), key=mx.random.key(6)),
+    "causal": "causal",
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 6])
+@pytest.mark.parametrize("value_width", [64, 32])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_single_queries_of_grouped_heads_are_as_mlx_lm_has_them(
+    mask: str, kv_heads: int, value_width: int, sinks: bool
+) -> None:
+    # As of a batch whose buffers have room.
+    asked = mx.random.normal((2, 6, 1, 64), key=mx.random.key(2))
+    keys = mx.random.normal((2, kv_heads, 9, 64), key=mx.random.key(3))[:, :, :7]
+    values = mx.random.normal((2, kv_heads, 9, value_width), key=mx.random.key(4))[:, :, :7]
+    given = [asked, keys, values, KVCache(), 0.1, MASKS[mask], mx.arange(6.0) if sinks else None]
+    found, expected = llama.scaled_dot_product_attention(*given), OUTER(*given)
+    assert found.shape == expected.shape
+    assert mx.abs(found - expected).max() < 1e-6
+
+
+@pytest.mark.skipif(mx.default_device() != mx.cpu, reason="only a CPU is asked otherwise")
+def test_single_queries_of_a_kv_head_are_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = []
+
+    def seen(queries: mx.array, *given: Any) -> mx.array:
+        shapes.append(queries.shape)
+        return OUTER(queries, *given)
+
+    monkeypatch.setattr(routing, "_OUTER", seen)
+    rows = mx.random.normal((2, 2, 7, 64))
+    for length in (1, 5):
+        asked = mx.random.normal((2, 6, length, 64))
+        llama.scaled_dot_product_attention(asked, rows, rows, KVCache(), 0.1, None)
+    assert shapes == [(2, 2, 3, 64), (2, 6, 5, 64)]
+
+
 def test_mlx_lms_quantized_caches_still_refuse_sinks() -> None:
     cache = QuantizedKVCache()
     rows = mx.zeros((1, 2, 7, 64))

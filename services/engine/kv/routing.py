@@ -3,7 +3,8 @@
 Models call `base.scaled_dot_product_attention`, most by a name that they imported. It refuses
 attention sinks for quantized caches before its inner function is reached, so both are replaced,
 the outer one under each name that a loaded model has for it. What is no PackedHistory goes to
-mlx-lm's own functions, as it came.
+mlx-lm's own functions, as it came; on a CPU, where a product has a price of its own, single
+queries with one product for each KV head instead of each query head.
 """
 
 import sys
@@ -101,7 +102,20 @@ def _outer(
 ) -> mx.array:
     if isinstance(keys, PackedHistory):
         return _attend(Call(queries, keys, values, scale, mask, sinks))
+    if sinks is None and _can_stack(queries, keys, mask):
+        batch, heads, _, width = queries.shape
+        stacked = queries.reshape(batch, keys.shape[1], -1, width)
+        return _OUTER(stacked, keys, values, cache, scale, mask).reshape(batch, heads, 1, -1)
     return _OUTER(queries, keys, values, cache, scale, mask, sinks)
+
+
+def _can_stack(queries: mx.array, keys: Any, mask: Any) -> bool:
+    """Whether the query heads of a KV head can be queries of one head: one query, on a CPU, and a
+    mask, if any, that is the same for all heads."""
+    if mx.default_device().type is not mx.DeviceType.cpu or not isinstance(keys, mx.array):
+        return False
+    alike = mask is None or (isinstance(mask, mx.array) and set(mask.shape[-3:-1]) <= {1})
+    return alike and queries.shape[2] == 1 and keys.shape[1] < queries.shape[1]
 
 
 def _inner(
