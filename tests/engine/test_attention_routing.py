@@ -164,7 +164,8 @@ def test_single_queries_of_grouped_heads_are_as_mlx_lm_has_them(
     asked = mx.random.normal((2, 6, 1, 64), key=mx.random.key(2))
     keys = mx.random.normal((2, kv_heads, 9, 64), key=mx.random.key(3))[:, :, :7]
     values = mx.random.normal((2, kv_heads, 9, value_width), key=mx.random.key(4))[:, :, :7]
-    given = [asked, keys, values, KVCache(), 0.1, MASKS[mask], mx.arange(6.0) if sinks else None]
+    sunk = mx.arange(6.0) if sinks else None
+    given: list[Any] = [asked, keys, values, KVCache(), 0.1, MASKS[mask], sunk]
     found, expected = llama.scaled_dot_product_attention(*given), OUTER(*given)
     assert found.shape == expected.shape
     assert mx.abs(found - expected).max() < 1e-6
