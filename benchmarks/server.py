@@ -8,8 +8,8 @@ run has its own, so that nothing is cached from an earlier one.
 
     alone          one request behind a cold prefix, then another question behind it
     chat           ten turns, each with the replies before it
-    concurrent     1, 4 and 8 chats that have nothing in common, at once
-    crowd          8 questions at once behind one cold prefix
+    concurrent     1, 4 and 8 chats (--at-once) that have nothing in common, at once
+    crowd          8 questions (the most of --at-once) at once behind one cold prefix
     restart        the server is killed (SIGKILL): one question, then 8, behind an old prefix
     conversations  24 of four turns behind one prefix, 8 at a time, in turn
 """
@@ -308,6 +308,9 @@ def main() -> None:
     parser.add_argument(
         "--prompt-tokens", type=int, help="of chats that have nothing in common (200)"
     )
+    parser.add_argument(
+        "--at-once", type=int, nargs="+", help="how many such chats at once, in turn (1 4 8)"
+    )
     parser.add_argument("--runs", type=int, default=3, help="runs of each, of which the median (3)")
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     options = parser.parse_args()
@@ -318,6 +321,8 @@ def main() -> None:
             model, size, runs = unpacked(options.model, directory / "model"), FULL, options.runs
         if options.prompt_tokens is not None:
             size = replace(size, chat_prompt_tokens=options.prompt_tokens)
+        if options.at_once is not None:
+            size = replace(size, concurrent=tuple(options.at_once))
         mx.clear_cache()
         with contenders(model, options.step, options.codec, directory, options.kv_bits) as servers:
             rows = measure(servers, model, size, runs, options.only)
