@@ -112,8 +112,6 @@ def timed(run: Callable[[], object]) -> tuple[float, int]:
 
 def attending(contender: Contender, run: Callable[[], Any]) -> Any:
     """What `run` returns, with this contender's strategy."""
-    if contender.strategy is None:
-        return run()
     with routing.installed(contender.strategy):
         return run()
 
@@ -151,7 +149,7 @@ def write(cache: Any, rows: mx.array, steps: int) -> None:
 
 def wrong(model: Any, shape: Shape, contender: Contender) -> str:
     """Why this contender is not to be measured on this device, if so."""
-    if contender.strategy is None:
+    if contender.strategy is None or contender.precision == FULL:
         return ""
     keys, values = contender.precision.keys, contender.precision.values
     assert isinstance(keys, Affine)

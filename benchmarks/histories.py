@@ -9,7 +9,7 @@ from mlx.utils import tree_map
 from mlx_lm.models import cache as theirs
 from mlx_lm.models.llama import Model, ModelArgs
 
-from engine.kv.attention import STRATEGIES, Strategy
+from engine.kv.attention import STRATEGIES, PackedDecode, Strategy
 from engine.kv.history import FULL, BatchKVCache, JoiningKVCache, Precision, QuantizedKVCache
 
 BITS: Final[tuple[int | tuple[int, int], ...]] = (8, 4, (8, 4))
@@ -109,7 +109,7 @@ Make = Callable[[Precision, Source, int, Sequence[int], int], Any]
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """`strategy` only where rows are packed."""
+    """`strategy` is that of our attention; None: mlx-lm's own."""
 
     name: str
     make: Make
@@ -192,10 +192,10 @@ def contenders(only: Sequence[str], size: Size) -> list[Contender]:
     found = [
         Contender("KVCache, no mask", their_unmasked, apart=0),
         Contender("BatchKVCache, mask", their_masked),
-        Contender("full", ours),
+        Contender("full", ours, strategy=PackedDecode()),
     ]
     if size.batch > 1:
-        found.append(Contender("full, equal", ours, apart=0))
+        found.append(Contender("full, equal", ours, strategy=PackedDecode(), apart=0))
     for bits in BITS:
         label = "{}/{}".format(*bits) if isinstance(bits, tuple) else f"{bits}"
         for name in STRATEGY_NAMES:

@@ -1,6 +1,7 @@
 """What it costs a running batch when rows come, go and grow: ours and mlx-lm's BatchGenerator.
 
-    python -m benchmarks.join [--model smollm2] [--history 1000 4000 16000] [--rows 4] [--runs 3]
+    python -m benchmarks.join [--model smollm2] [--history 1000 4000 16000] [--rows 4]
+                              [--running 1000] [--runs 3]
 
 Both get the same history: arrays of exactly its rows, to which the caller keeps no reference; in
 ours as attaching leaves them, in mlx-lm's as a prompt cache. Rows are random numbers, which take
@@ -10,6 +11,8 @@ as long as real ones. Both run in turn in one process, on the same weights.
     alone   the same into an empty batch
     leave   the row leaves again
     growth  rows reach the end of their buffers, which grow by 256
+
+The plain step beside "join" is one of the rows that decode, before that.
 """
 
 import time
@@ -29,6 +32,8 @@ from tests.support.models import tiny_llama  # noqa: E402
 
 from engine.batch import Batch, BatchMode, BatchShape  # noqa: E402
 from engine.config import PrefillStep  # noqa: E402
+from engine.kv import routing  # noqa: E402
+from engine.kv.attention import DEFAULTS, Strategy  # noqa: E402
 from engine.kv.history import FULL, JoiningKVCache  # noqa: E402
 from engine.kv.layout import probe  # noqa: E402
 from engine.kv.live import LiveCaches  # noqa: E402
@@ -39,8 +44,6 @@ REST = 16
 # Growth is measured on a row that ends this much before the end of its buffer.
 BEFORE_GROWTH = 6
 NEVER = 1 << 60
-# Rows that each of those has which decode while another one joins.
-RUNNING_TOKENS = 1000
 
 # Keys and values of each layer.
 Parts = list[tuple[mx.array, mx.array]]
@@ -48,6 +51,8 @@ Parts = list[tuple[mx.array, mx.array]]
 
 class Batcher(Protocol):
     name: str
+    # What its attention is, None: mlx-lm's own.
+    attention: Strategy | None
 
     def insert(self, tokens: list[int], parts: Parts) -> int:
         """Add a row that continues these rows."""
@@ -62,6 +67,7 @@ class Batcher(Protocol):
 
 class Ours:
     name = "mlx-cachestore"
+    attention: Strategy | None = DEFAULTS[backend.describe().name]
 
     def __init__(self, model: Any, rows_max: int) -> None:
         shape = BatchShape(BatchMode.BATCHED, rows_max, PrefillStep(STEP, STEP))
@@ -84,6 +90,7 @@ class Ours:
 
 class Theirs:
     name = "mlx-lm"
+    attention: Strategy | None = None
 
     def __init__(self, model: Any, rows_max: int) -> None:
         self._generator: Any = BatchGenerator(
@@ -208,7 +215,7 @@ def running(batcher: Batcher, histories: Histories, tokens: int, rows: int, rest
 
 
 def events(
-    model: Any, make: type[Ours] | type[Theirs], history: int, rows: int
+    model: Any, make: type[Ours] | type[Theirs], history: int, rows: int, tokens: int
 ) -> Iterator[tuple[str, Seen]]:
     histories = Histories.of(model)
     mx.random.seed(0)
@@ -223,7 +230,7 @@ def events(
     given = [histories.make(history)]
     yield "alone", watch(batcher, lambda: join(given.pop()))
     batcher.remove(joined.pop())
-    running(batcher, histories, RUNNING_TOKENS, rows, REST)
+    running(batcher, histories, tokens, rows, REST)
     given = [histories.make(history)]
     yield "join", watch(batcher, lambda: join(given.pop()))
     yield "leave", watch(batcher, lambda: batcher.remove(joined.pop()))
@@ -235,15 +242,17 @@ def events(
     batcher.close()
 
 
-def measure(model: Any, histories: list[int], rows: int, runs: int) -> list[Row]:
+def measure(model: Any, histories: list[int], rows: int, tokens: int, runs: int) -> list[Row]:
+    """`rows` decode behind `tokens` each."""
     found: dict[tuple[str, int, str], list[Seen]] = {}
     for history in histories:
         for run in range(runs):
             makes: list[type[Ours] | type[Theirs]] = [Theirs, Ours]
             for make in makes if run % 2 == 0 else makes[::-1]:
                 progress(f"{history} tokens, run {run + 1} of {runs}, {make.name}")
-                for event, seen in events(model, make, history, rows):
-                    found.setdefault((event, history, make.name), []).append(seen)
+                with routing.installed(make.attention):
+                    for event, seen in events(model, make, history, rows, tokens):
+                        found.setdefault((event, history, make.name), []).append(seen)
                 mx.clear_cache()
     order = ("alone", "join", "leave", "growth")
     return [
@@ -281,6 +290,9 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--history", type=int, nargs="+", default=[1000, 4000, 16000])
     parser.add_argument("--rows", type=int, default=4, help="that decode (4)")
+    parser.add_argument(
+        "--running", type=int, default=1000, metavar="TOKENS", help="behind so many (1000)"
+    )
     parser.add_argument("--runs", type=int, default=3, help="runs of each, of which the median (3)")
     options = parser.parse_args()
     device = backend.describe()
@@ -289,7 +301,7 @@ def main() -> None:
         model, options.history, options.rows, options.runs = tiny_llama(), [64, 300], 2, 1
     else:
         model = load(ModelSpec(options.model), device).model
-    rows = measure(model, options.history, options.rows, options.runs)
+    rows = measure(model, options.history, options.rows, options.running, options.runs)
     title = f"{options.rows} rows decoding, medians of {options.runs}"
     publish(options, title, COLUMNS, rows)
 

@@ -8,7 +8,6 @@ two tokens of rows that decode meanwhile. PREFILL_STEPS in engine/config.py come
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from benchmarks.measure import Columns, flags, median, publish, seconds
 from engine import backend
@@ -20,6 +19,8 @@ import numpy as np  # noqa: E402
 from engine.batch import Batch, BatchMode, BatchShape  # noqa: E402
 from engine.config import PrefillStep  # noqa: E402
 from engine.kv.live import LiveCaches  # noqa: E402
+from engine.kv.start import live_caches  # noqa: E402
+from engine.kvconfig import KvConfig  # noqa: E402
 from engine.model import ModelSpec, load  # noqa: E402
 
 STEPS = (32, 64, 128, 256, 512, 1024, 2048)
@@ -52,9 +53,9 @@ def until_first_token(batch: Batch, uid: int) -> tuple[float, float]:
             return time.perf_counter() - began, longest
 
 
-def measure(model: Any, vocabulary: int, step: int, tokens: int, rows: int) -> Measured:
+def measure(caches: LiveCaches, vocabulary: int, step: int, tokens: int, rows: int) -> Measured:
     shape = BatchShape(BatchMode.BATCHED, rows + 1, PrefillStep(step, step))
-    batch = Batch(LiveCaches(model), shape)
+    batch = Batch(caches, shape)
     long = prompt(1, tokens, vocabulary)
     uid = batch.insert(long, None, 0, None)
     alone, _ = until_first_token(batch, uid)
@@ -92,10 +93,11 @@ def main() -> None:
     backend.apply_memory_limits(backend.memory_limits(device))
     loaded = load(ModelSpec(options.model), device)
     steps = [step for step in STEPS if step <= 2 * options.tokens]
+    caches = live_caches(loaded.model, KvConfig(), rotate=False, device=device.name)
     # The first run pays for pages and kernels.
-    measure(loaded.model, loaded.vocabulary_tokens, steps[0], 64, 1)
+    measure(caches, loaded.vocabulary_tokens, steps[0], 64, 1)
     rows = [
-        measure(loaded.model, loaded.vocabulary_tokens, step, options.tokens, options.rows)
+        measure(caches, loaded.vocabulary_tokens, step, options.tokens, options.rows)
         for step in steps
     ]
     title = f"{options.tokens} tokens, {options.rows} rows decoding, {device.device_name}"

@@ -7,9 +7,10 @@ import pytest
 
 from cachestore.admin import main
 from cachestore.client import Client
-from tests.cachestore.test_admin import admin
+from tests.cachestore.test_admin import ADMIN, admin
 from tests.support import entries, records
 from tests.support.daemons import Cachestore
+from tests.support.terminal import on_terminal
 from tests.support.waiting import until
 
 OTHER = bytes(32)
@@ -21,7 +22,9 @@ def stored(daemon: Cachestore) -> Cachestore:
     with daemon.client() as client:
         records.write(client, entries.tokens(600))
         records.write(client, entries.tokens(1), OTHER)
-        client.lookup(entries.NAMESPACE, entries.tokens(600), 500)
+        for namespace, count in ((entries.NAMESPACE, 500), *[(OTHER, 1)] * 3):
+            client.lookup(namespace, entries.tokens(600), count)
+        client.lookup(entries.NAMESPACE, entries.tokens(200), 200)
     until(lambda: daemon.stats().sessions == 0, "the end of the session")
     return daemon
 
@@ -53,7 +56,7 @@ def test_ls_shows_every_record(stored: Cachestore) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sort", "order"), [("bytes", [1, 2, 3, 4]), ("hits", [1, 2, 3, 4]), ("age", [4, 1, 2, 3])]
+    ("sort", "order"), [("bytes", [1, 2, 3, 4]), ("hits", [4, 1, 2, 3]), ("age", [2, 3, 4, 1])]
 )
 def test_ls_sorts(stored: Cachestore, sort: str, order: list[int]) -> None:
     found = objects(stored, "ls", "--sort", sort)
@@ -168,6 +171,15 @@ def test_checkpoints_are_seen_kept_and_dropped_with_their_rows(daemon: Cachestor
     assert said(daemon, "unpin", "4") == ""
     assert said(daemon, "evict", "4").startswith("2 records, 1 checkpoints, ")
     assert daemon.stats().bytes_used == 0
+
+
+def test_verify_shows_how_far_it_is_on_a_terminal(stored: Cachestore) -> None:
+    with on_terminal((*ADMIN, "--socket", str(stored.socket), "verify")) as seen:
+        until(lambda: seen.sees("100%"), "all to be read")
+        seen.read_all()
+        assert seen.process.wait(timeout=20) == 0
+    assert "reading" in seen.text
+    assert seen.text.rstrip().endswith(": as they should be")
 
 
 def test_verify_names_a_broken_checkpoint(daemon: Cachestore) -> None:

@@ -1,14 +1,9 @@
 """`cachestore-admin top`: on a terminal, in a pipe, and while the daemon comes and goes."""
 
-import contextlib
 import io
-import os
-import pty
 import re
 import signal
-import subprocess
-import termios
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,6 +18,7 @@ from cachestore.v1 import cachestore_pb2 as pb
 from tests.cachestore.test_admin import ADMIN, admin
 from tests.support import entries
 from tests.support.daemons import Cachestore, start_cachestore
+from tests.support.terminal import Terminal, on_terminal
 from tests.support.waiting import until
 
 COLOR = re.compile(r"\x1b\[[0-9;]*3[0-9][0-9;]*m")
@@ -130,53 +126,9 @@ def test_without_a_daemon_it_says_how_to_start_one(directory: Path) -> None:
     assert "start one with: cachestore serve" in found.stderr
 
 
-class Terminal:
-    """`text` is all that has come."""
-
-    def __init__(self, end: int, process: "subprocess.Popen[bytes]") -> None:
-        self._end = end
-        self._seen = 0
-        self.process = process
-        self.text = ""
-
-    def sees(self, words: str) -> bool:
-        """Whether they have come since what was seen before."""
-        self._read()
-        at = self.text.find(words, self._seen)
-        if at >= 0:
-            self._seen = at + len(words)
-        return at >= 0
-
-    def read_all(self) -> None:
-        while self._read():
-            pass
-
-    def _read(self) -> bool:
-        with contextlib.suppress(OSError):  # Linux says so when the other end is closed
-            more = os.read(self._end, 1 << 16)
-            self.text += more.decode(errors="replace")
-            return bool(more)
-        return False
-
-
-@contextlib.contextmanager
-def terminal(socket: Path, **environment: str) -> Iterator[Terminal]:
-    """`top` on a terminal of 80 columns and 24 lines."""
-    ours, its = pty.openpty()
-    termios.tcsetwinsize(its, (24, 80))
-    words = [*ADMIN, "--socket", str(socket), "top", "--interval", "0.1"]
-    env = {**os.environ, "TERM": "xterm-256color", **environment}
-    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES"):
-        if name not in environment:
-            env.pop(name, None)
-    process = subprocess.Popen(words, stdin=its, stdout=its, stderr=its, env=env)
-    os.close(its)
-    try:
-        yield Terminal(ours, process)
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
+def top(socket: Path, **environment: str) -> AbstractContextManager[Terminal]:
+    words = (*ADMIN, "--socket", str(socket), "top", "--interval", "0.1")
+    return on_terminal(words, **environment)
 
 
 @pytest.mark.parametrize("no_color", [False, True])
@@ -184,7 +136,7 @@ def test_on_a_terminal_it_is_live_until_it_is_interrupted(
     daemon: Cachestore, no_color: bool
 ) -> None:
     filled(daemon)
-    with terminal(daemon.socket, **({"NO_COLOR": "1"} if no_color else {})) as seen:
+    with top(daemon.socket, **({"NO_COLOR": "1"} if no_color else {})) as seen:
         until(lambda: seen.sees("\x1b[?1049h"), "the other screen")
         for _ in range(2):
             until(lambda: seen.sees("hottest prefixes"), "a screen")
@@ -197,7 +149,7 @@ def test_on_a_terminal_it_is_live_until_it_is_interrupted(
 
 
 def test_a_signal_gives_the_terminal_back(daemon: Cachestore) -> None:
-    with terminal(daemon.socket) as seen:
+    with top(daemon.socket) as seen:
         until(lambda: seen.sees("hottest prefixes"), "a screen")
         seen.process.terminate()
         seen.read_all()
@@ -206,7 +158,7 @@ def test_a_signal_gives_the_terminal_back(daemon: Cachestore) -> None:
 
 
 def test_a_daemon_that_goes_is_said_and_the_next_one_is_shown(directory: Path) -> None:
-    with start_cachestore(directory) as first, terminal(first.socket) as seen:
+    with start_cachestore(directory) as first, top(first.socket) as seen:
         until(lambda: seen.sees(f"process {first.pid}"), "a screen")
         first.kill()
         until(lambda: seen.sees("No cachestore for"), "the word that it is gone")

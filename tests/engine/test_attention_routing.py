@@ -131,8 +131,8 @@ def test_the_inner_function_alone_comes_here() -> None:
 @pytest.mark.parametrize("length", [1, 5])
 @pytest.mark.parametrize("mask", [None, "causal"])
 def test_what_is_not_packed_is_mlx_lms(length: int, mask: Mask) -> None:
-    rows = mx.random.normal((1, 2, 7, 64), key=mx.random.key(1))
-    for cache in (KVCache(), QuantizedKVCache(group_size=32, bits=4)):
+    for cache, heads in ((KVCache(), 4), (QuantizedKVCache(group_size=32, bits=4), 2)):
+        rows = mx.random.normal((1, heads, 7, 64), key=mx.random.key(1))
         held = cache.update_and_fetch(rows, rows)
         given = [queries(length), *held, cache, 0.1, mask]
         with routing.counted() as count:
@@ -142,49 +142,95 @@ def test_what_is_not_packed_is_mlx_lms(length: int, mask: Mask) -> None:
         assert mx.array_equal(found, OUTER(*given))
 
 
-MASKS = {
-    "none": None,
-    "columns": mx.arange(7) < 5,
-    "sequences": mx.arange(7) < mx.array([3, 6])[:, None, None, None],
-    "added": mx.random.normal((2, 1, 1, 7), key=mx.random.key(5)),
-    "heads": mx.arange(7) < mx.arange(1, 7)[:, None, None],
-    "heads, added": mx.random.normal((2, 6, 1, 7), key=mx.random.key(6)),
-    "causal": "causal",
-}
+def masks(heads: int, columns: int) -> dict[str, Mask]:
+    """For two sequences, one query each."""
+    place = mx.arange(columns)
+    return {
+        "none": None,
+        "causal": "causal",
+        "columns": place < 5,
+        "columns of one query": (place < 5)[None],
+        "sequences": place < mx.array([3, 6])[:, None, None, None],
+        "sequences, added": mx.random.normal((2, 1, 1, columns), key=mx.random.key(5)),
+        "heads": place < mx.arange(1, heads + 1)[:, None, None],
+        "heads, added": mx.random.normal((2, heads, 1, columns), key=mx.random.key(6)),
+    }
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("kv_heads", [1, 2, 3, 6])
-@pytest.mark.parametrize("value_width", [64, 32])
+def single(
+    heads: int, kv_heads: int, columns: int, value_width: int, dtype: mx.Dtype
+) -> list[mx.array]:
+    """Queries, keys and values of two sequences, as of a batch whose buffers have room."""
+    asked = mx.random.normal((2, heads, 1, 64), dtype, key=mx.random.key(2))
+    keys = mx.random.normal((2, kv_heads, columns + 9, 64), dtype, key=mx.random.key(3))
+    values = mx.random.normal((2, kv_heads, columns + 9, value_width), dtype, key=mx.random.key(4))
+    return [asked, keys[:, :, :columns], values[:, :, :columns]]
+
+
+NOISE = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
+
+
+@pytest.mark.parametrize("mask", masks(1, 1))
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 1), (6, 2), (6, 3), (6, 6), (32, 8)])
+@pytest.mark.parametrize(("columns", "value_width"), [(7, 64), (7, 32), (300, 64)])
+@pytest.mark.parametrize("dtype", NOISE)
 @pytest.mark.parametrize("sinks", [False, True])
 def test_single_queries_of_grouped_heads_are_as_mlx_lm_has_them(
-    mask: str, kv_heads: int, value_width: int, sinks: bool
+    mask: str, heads: int, kv_heads: int, columns: int, value_width: int, dtype: Any, sinks: bool
 ) -> None:
-    # As of a batch whose buffers have room.
-    asked = mx.random.normal((2, 6, 1, 64), key=mx.random.key(2))
-    keys = mx.random.normal((2, kv_heads, 9, 64), key=mx.random.key(3))[:, :, :7]
-    values = mx.random.normal((2, kv_heads, 9, value_width), key=mx.random.key(4))[:, :, :7]
-    sunk = mx.arange(6.0) if sinks else None
-    given: list[Any] = [asked, keys, values, KVCache(), 0.1, MASKS[mask], sunk]
-    found, expected = llama.scaled_dot_product_attention(*given), OUTER(*given)
-    assert found.shape == expected.shape
-    assert mx.abs(found - expected).max() < 1e-6
+    arrays = single(heads, kv_heads, columns, value_width, dtype)
+    given = masks(heads, columns)[mask]
+    if isinstance(given, mx.array) and given.dtype != mx.bool_:
+        given = given.astype(dtype)
+    sunk = mx.arange(float(heads)).astype(dtype) if sinks else None
+    asked: list[Any] = [*arrays, KVCache(), 0.1, given, sunk]
+    found, expected = llama.scaled_dot_product_attention(*asked), OUTER(*asked)
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    assert mx.abs(found - expected).max() < NOISE[dtype]
 
 
-@pytest.mark.skipif(mx.default_device() != mx.cpu, reason="only a CPU is asked otherwise")
-def test_single_queries_of_a_kv_head_are_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = []
+@pytest.mark.parametrize(
+    ("device", "shapes"),
+    [("cpu", [(2, 2, 3, 64), (2, 6, 5, 64)]), ("gpu", [(2, 6, 1, 64), (2, 6, 5, 64)])],
+)
+def test_single_queries_of_a_kv_head_are_one_product_on_a_cpu_alone(
+    monkeypatch: pytest.MonkeyPatch, device: str, shapes: list[tuple[int, ...]]
+) -> None:
+    asked_for: list[tuple[int, ...]] = []
 
     def seen(queries: mx.array, *given: Any) -> mx.array:
-        shapes.append(queries.shape)
+        asked_for.append(queries.shape)
         return OUTER(queries, *given)
 
     monkeypatch.setattr(routing, "_OUTER", seen)
     rows = mx.random.normal((2, 2, 7, 64))
+    mx.eval(rows)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(getattr(mx.DeviceType, device)))
     for length in (1, 5):
         asked = mx.random.normal((2, 6, length, 64))
         llama.scaled_dot_product_attention(asked, rows, rows, KVCache(), 0.1, None)
-    assert shapes == [(2, 2, 3, 64), (2, 6, 5, 64)]
+    assert asked_for == shapes
+
+
+@pytest.mark.parametrize(
+    ("asked", "rows"),
+    [
+        ((0, 6, 1, 64), (0, 2, 7, 64)),  # nobody
+        ((2, 6, 1, 0), (2, 2, 7, 0)),  # no width
+        ((2, 6, 1, 64), (2, 4, 7, 64)),  # not groups
+        ((6, 1, 64), (2, 7, 64)),  # no sequences
+        ((6, 64), (7, 64)),
+    ],
+)
+def test_odd_shapes_are_mlx_lms_to_refuse(asked: tuple[int, ...], rows: tuple[int, ...]) -> None:
+    def answer(attention: Any) -> Any:
+        try:
+            found = attention(mx.ones(asked), mx.ones(rows), mx.ones(rows), None, 0.1, None)
+        except ValueError as error:
+            return str(error)
+        return found.shape
+
+    assert answer(llama.scaled_dot_product_attention) == answer(OUTER)
 
 
 def test_mlx_lms_quantized_caches_still_refuse_sinks() -> None:

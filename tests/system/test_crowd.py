@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import random
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ import pytest
 
 from engine.remote import connect
 from engine.v1 import engine_pb2 as pb
+from tests.support import stalling
 from tests.support.daemons import Cachestore, short_directory, start_cachestore
 from tests.support.engines import EngineDaemon, chat, start_engine
 from tests.support.models import gemma3_config, llama_config, qwen3_next_config, save_tiny_model
@@ -91,10 +92,16 @@ class Stage:
 
 
 @contextlib.contextmanager
-def using(directory: Path, model: Path, store: Cachestore, name: str) -> Iterator[EngineDaemon]:
+def using(
+    directory: Path,
+    model: Path,
+    store: Cachestore,
+    name: str,
+    program: Sequence[str] | None = None,
+) -> Iterator[EngineDaemon]:
     """An engine that uses the store already."""
     flags = ("--cachestore", f"unix:{store.socket}", *FLAGS)
-    with start_engine(directory, model, *flags, name=name) as engine:
+    with start_engine(directory, model, *flags, name=name, program=program) as engine:
         with connect(engine.listen) as stub:
             until(lambda: stub.GetModel(pb.GetModelRequest()).namespace, "the weights' digest")
         yield engine
@@ -185,6 +192,27 @@ def test_a_follower_goes_on_when_the_leaders_engine_is_killed(stage: Stage) -> N
         replies = [follower.result(timeout=60) for follower in followers]
     assert replies == expected[1:3]
     assert computed(two) - before <= PREFIX + 2 * TAIL + RECORD
+
+
+@pytest.mark.parametrize("stage", ["llama"], indirect=True)
+def test_a_follower_goes_on_when_a_step_of_the_leader_fails(stage: Stage) -> None:
+    _, two = stage.engines
+    gate = stage.directory / "gate"
+    prompts, expected = stage.crowd()
+    with using(
+        stage.directory, stage.model, stage.store, "four", stalling.program(gate, "fails")
+    ) as four:
+        before = computed(two, four)
+        with led(stage, four, prompts, (four, two)) as (leader, followers):
+            until(lambda: computed(two, four) - before >= STEPS[1], f"{STEPS[1]} tokens")
+            gate.touch()
+            with pytest.raises(grpc.RpcError) as failed:
+                list(leader)
+            replies = [follower.result(timeout=60) for follower in followers]
+        assert failed.value.code() == grpc.StatusCode.INTERNAL
+        # What a step computed that failed is lost; a follower leads from the beginning.
+        assert computed(two, four) - before <= PREFIX + COMPUTED_MAX
+    assert replies == expected[1:]
 
 
 @pytest.mark.parametrize("stage", ["gemma3", "qwen3_next"], indirect=True)

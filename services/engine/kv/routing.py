@@ -3,8 +3,8 @@
 Models call `base.scaled_dot_product_attention`, most by a name that they imported. It refuses
 attention sinks for quantized caches before its inner function is reached, so both are replaced,
 the outer one under each name that a loaded model has for it. What is no PackedHistory goes to
-mlx-lm's own functions, as it came; on a CPU, where a product has a price of its own, single
-queries with one product for each KV head instead of each query head.
+mlx-lm's own functions, as it came; but on a CPU, which multiplies head by head, single queries are
+asked with the query heads of a KV head as queries of one head.
 """
 
 import sys
@@ -55,17 +55,21 @@ def uninstall() -> None:
 
 
 @contextmanager
-def installed(strategy: Strategy) -> Iterator[None]:
-    """For the length of a block, after which it is as before."""
+def installed(strategy: Strategy | None) -> Iterator[None]:
+    """For the length of a block, after which it is as before. None: mlx-lm's own attention."""
     before = _state.strategy
-    install(strategy)
+    _put(strategy)
     try:
         yield
     finally:
-        if before is None:
-            uninstall()
-        else:
-            install(before)
+        _put(before)
+
+
+def _put(strategy: Strategy | None) -> None:
+    if strategy is None:
+        uninstall()
+    else:
+        install(strategy)
 
 
 @contextmanager
@@ -103,19 +107,37 @@ def _outer(
     if isinstance(keys, PackedHistory):
         return _attend(Call(queries, keys, values, scale, mask, sinks))
     if sinks is None and _can_stack(queries, keys, mask):
-        batch, heads, _, width = queries.shape
-        stacked = queries.reshape(batch, keys.shape[1], -1, width)
-        return _OUTER(stacked, keys, values, cache, scale, mask).reshape(batch, heads, 1, -1)
+        return _stacked(queries, keys, values, cache, scale, mask)
     return _OUTER(queries, keys, values, cache, scale, mask, sinks)
 
 
 def _can_stack(queries: mx.array, keys: Any, mask: Any) -> bool:
-    """Whether the query heads of a KV head can be queries of one head: one query, on a CPU, and a
-    mask, if any, that is the same for all heads."""
+    """Whether these are single queries of grouped heads, on a CPU, with a mask that can be put in
+    their order, if any. What mlx-lm would refuse is not for us to say."""
     if mx.default_device().type is not mx.DeviceType.cpu or not isinstance(keys, mx.array):
         return False
-    alike = mask is None or (isinstance(mask, mx.array) and set(mask.shape[-3:-1]) <= {1})
-    return alike and queries.shape[2] == 1 and keys.shape[1] < queries.shape[1]
+    if not queries.ndim == keys.ndim == 4 or queries.shape[2] != 1 or not queries.size:
+        return False
+    heads, kv_heads = queries.shape[1], keys.shape[1]
+    if not 0 < kv_heads < heads or heads % kv_heads:
+        return False
+    return mask is None or (
+        isinstance(mask, mx.array)
+        and mask.ndim <= 4
+        and set(mask.shape[-2:-1]) <= {1}
+        and set(mask.shape[-3:-2]) <= {1, heads}
+    )
+
+
+def _stacked(
+    queries: mx.array, keys: mx.array, values: mx.array, cache: Any, scale: float, mask: Any
+) -> mx.array:
+    batch, heads, _, width = queries.shape
+    grouped = keys.shape[1], heads // keys.shape[1]
+    if mask is not None and mask.shape[-3:-2] == (heads,):
+        mask = mask.reshape(*mask.shape[:-3], *grouped, mask.shape[-1])
+    found = _OUTER(queries.reshape(batch, *grouped, width), keys, values, cache, scale, mask)
+    return found.reshape(batch, heads, 1, values.shape[-1])
 
 
 def _inner(
