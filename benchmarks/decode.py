@@ -110,12 +110,6 @@ def timed(run: Callable[[], object]) -> tuple[float, int]:
     return time.perf_counter() - began, mx.get_peak_memory() - before
 
 
-def attending(contender: Contender, run: Callable[[], Any]) -> Any:
-    """What `run` returns, with this contender's strategy."""
-    with routing.installed(contender.strategy):
-        return run()
-
-
 def writes(shape: Shape, context: int, steps: int = 10) -> Iterator[Row]:
     """Whether the writes of a step are in place: one layer, eight sequences or seven of them."""
     size = Size(8, context)
@@ -181,8 +175,8 @@ def logits(model: Any, shape: Shape, contender: Contender) -> mx.array:
     layers = model.model.layers
     model.model.layers = layers[:1]
     try:
-        step = partial(model, mx.array([[3], [5], [7]]), cache=caches)
-        found: mx.array = attending(contender, step)
+        with routing.installed(contender.strategy):
+            found: mx.array = model(mx.array([[3], [5], [7]]), cache=caches)
     finally:
         model.model.layers = layers
     return found
@@ -252,9 +246,8 @@ class Table:
                 self.add(replace(row, weights=weights))
 
     def _measured(self, model: Any, one: Contender, size: Size) -> Row:
-        steps = self.options.steps
-        row: Row = attending(one, partial(measure, model, self.shape, one, size, steps))
-        return row
+        with routing.installed(one.strategy):
+            return measure(model, self.shape, one, size, self.options.steps)
 
     def _not_tried(self, one: Contender, size: Size) -> str:
         if self.options.seconds and time.monotonic() - self.began > self.options.seconds:
