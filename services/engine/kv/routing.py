@@ -3,8 +3,7 @@
 Models call `base.scaled_dot_product_attention`, most by a name that they imported. It refuses
 attention sinks for quantized caches before its inner function is reached, so both are replaced,
 the outer one under each name that a loaded model has for it. What is no PackedHistory goes to
-mlx-lm's own functions, as it came; but on a CPU, which multiplies head by head, single queries are
-asked with the query heads of a KV head as queries of one head.
+mlx-lm's own functions, as it came, or on a CPU in the shapes that are fastest there (on_cpu.py).
 """
 
 import sys
@@ -16,6 +15,7 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx_lm.models import base
 
+from engine.kv import on_cpu
 from engine.kv.attention import Call, PackedHistory, Strategy, attend
 
 _Function = Callable[..., mx.array]
@@ -106,38 +106,9 @@ def _outer(
 ) -> mx.array:
     if isinstance(keys, PackedHistory):
         return _attend(Call(queries, keys, values, scale, mask, sinks))
-    if sinks is None and _can_stack(queries, keys, mask):
-        return _stacked(queries, keys, values, cache, scale, mask)
+    if sinks is None:
+        return on_cpu.attend(_OUTER, queries, keys, values, cache, scale, mask)
     return _OUTER(queries, keys, values, cache, scale, mask, sinks)
-
-
-def _can_stack(queries: mx.array, keys: Any, mask: Any) -> bool:
-    """Whether these are single queries of grouped heads, on a CPU, with a mask that can be put in
-    their order, if any. What mlx-lm would refuse is not for us to say."""
-    if mx.default_device().type is not mx.DeviceType.cpu or not isinstance(keys, mx.array):
-        return False
-    if not queries.ndim == keys.ndim == 4 or queries.shape[2] != 1 or not queries.size:
-        return False
-    heads, kv_heads = queries.shape[1], keys.shape[1]
-    if not 0 < kv_heads < heads or heads % kv_heads:
-        return False
-    return mask is None or (
-        isinstance(mask, mx.array)
-        and mask.ndim <= 4
-        and set(mask.shape[-2:-1]) <= {1}
-        and set(mask.shape[-3:-2]) <= {1, heads}
-    )
-
-
-def _stacked(
-    queries: mx.array, keys: mx.array, values: mx.array, cache: Any, scale: float, mask: Any
-) -> mx.array:
-    batch, heads, _, width = queries.shape
-    grouped = keys.shape[1], heads // keys.shape[1]
-    if mask is not None and mask.shape[-3:-2] == (heads,):
-        mask = mask.reshape(*mask.shape[:-3], *grouped, mask.shape[-1])
-    found = _OUTER(queries.reshape(batch, *grouped, width), keys, values, cache, scale, mask)
-    return found.reshape(batch, heads, 1, values.shape[-1])
 
 
 def _inner(
