@@ -1,5 +1,6 @@
 """Attention over plain rows is mlx-lm's, in whichever shapes a CPU is asked for it."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,9 +23,12 @@ NOISE = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
 
 @pytest.fixture(autouse=True)
 def routed() -> Iterator[None]:
-    routing.uninstall()  # what the engines of other tests have left
-    with routing.installed(PackedMatmul()):
-        yield
+    """To our attention, which takes any device for a CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mx, "default_device", lambda: mx.Device(mx.DeviceType.cpu))
+        routing.uninstall()  # what the engines of other tests have left
+        with routing.installed(PackedMatmul()):
+            yield
 
 
 def arrays(
@@ -153,11 +157,17 @@ def test_sequences_of_different_lengths(
     if kind != "bool":
         mask = mx.where(mask, mx.array(0, dtype), mx.finfo(dtype).min)
     if kind == "of heads":
-        mask = mask + 0.1 * mx.random.normal((heads, 1, mask.shape[-1]), dtype)
+        mask = mask + 0.1 * mx.random.normal(
+            (heads, 1, mask.shape[-1]), dtype, key=mx.random.key(5)
+        )
     asked = mx.random.normal((len(ends), heads, count, 64), dtype, key=mx.random.key(2))
     assert_as_mlx_lm([asked, keys, values, cache, 0.1, mask])
-    first = max(ends) + BLOCK
-    assert [columns for _, columns in shapes] == [first, first + BLOCK, max(ends) + count]
+    before, grouping = max(ends), heads // kv_heads
+    assert shapes == [
+        ((len(ends), kv_heads, grouping * BLOCK, 64), before + BLOCK),
+        ((len(ends), kv_heads, grouping * BLOCK, 64), before + 2 * BLOCK),
+        ((len(ends), kv_heads, grouping * (count - 2 * BLOCK), 64), before + count),
+    ]
 
 
 @pytest.mark.parametrize("ends", [[0], [0, 0, 0], [40, 3, 0]])
@@ -186,47 +196,51 @@ def test_a_prompt_in_blocks_is_mlx_lms(
         assert mx.abs(found[n, :length] - expected[0, end:]).max() < 1e-4
 
 
-@pytest.mark.parametrize("held", ["window", "some", "not ours"])
-def test_columns_that_are_not_positions_are_asked_as_they_came(
+@pytest.mark.parametrize("rest", [(1, 1), (75, 1), (1, 80), (80,)])
+def test_masks_that_are_spread_over_queries_or_columns(
+    rest: tuple[int, ...], shapes: list[tuple[tuple[int, ...], int]]
+) -> None:
+    keys, values, cache, _ = batch([5, 3], 75, 2, mx.float32)
+    mask = mx.random.normal(rest, key=mx.random.key(4))
+    asked = mx.random.normal((2, 6, 75, 64), key=mx.random.key(2))
+    assert_as_mlx_lm([asked, keys, values, cache, 0.1, mask])
+    assert shapes == [(asked.shape, 80)]
+
+
+@pytest.mark.parametrize("held", ["some", "not ours"])
+def test_masks_of_which_nothing_is_known(
     held: str, shapes: list[tuple[tuple[int, ...], int]]
 ) -> None:
-    """A window that has turned; rows of which a model has chosen some; a cache of mlx-lm's."""
-    rows = mx.random.normal((2, 2, 60, 64), key=mx.random.key(1))
-    if held == "window":
-        cache: Any = BatchWindowKVCache(FULL, [0, 0], 50)
-        cache.update_and_fetch(rows, rows)
-        keys, values = cache.update_and_fetch(rows, rows)
+    """Of rows that a model has chosen, and of a cache of mlx-lm's."""
+    keys, values, cache, _ = batch([40, 9], 60, 2, mx.float32)
+    if held == "some":
+        keys, values = keys[:, :, 1:], values[:, :, 1:]
     else:
-        keys, values, cache, _ = batch([40, 9], 60, 2, mx.float32)
-        if held == "some":
-            keys, values = keys[:, :, 1:], values[:, :, 1:]
-        else:
-            cache = KVCache()
-            cache.update_and_fetch(keys, values)
-            assert cache.size() == keys.shape[2]
+        cache = KVCache()
+        cache.update_and_fetch(keys, values)
+        assert cache.size() == keys.shape[2]
     columns = keys.shape[2]
-    assert columns > 60
     asked = mx.random.normal((2, 6, 60, 64), key=mx.random.key(2))
     mask = mx.random.uniform(shape=(2, 1, 60, columns), key=mx.random.key(4)) < 0.5
-    given = [keys, values, cache, 0.1, mask]
-    assert mx.array_equal(llama.scaled_dot_product_attention(asked, *given), OUTER(asked, *given))
+    assert_as_mlx_lm([asked, keys, values, cache, 0.1, mask])
     assert shapes == [(asked.shape, columns)]
 
 
-@pytest.mark.parametrize("ends", [[0, 0], [0, 20], [33, 10]])
-@pytest.mark.parametrize("keep", [0, 4])
-@pytest.mark.parametrize("count", [67, 150])
-def test_windows(ends: list[int], keep: int, count: int) -> None:
-    """That have turned, or have not: of 100 rows."""
-    cache = BatchWindowKVCache(FULL, [max(ends) - end for end in ends], 100, keep)
-    if max(ends):
-        rows = mx.random.normal((2, 2, max(ends), 64), key=mx.random.key(1))
-        cache.update_and_fetch(rows, rows)
-    mask = cache.make_mask(count, return_array=True)
-    rows = mx.random.normal((2, 2, count, 64), key=mx.random.key(2))
-    keys, values = cache.update_and_fetch(rows, -rows)
-    asked = mx.random.normal((2, 6, count, 64), key=mx.random.key(3))
+@pytest.mark.parametrize("padding", [[0, 0], [40, 0]])
+@pytest.mark.parametrize("before", [0, 60])
+def test_columns_of_windows_are_in_an_order_of_their_own(
+    padding: list[int], before: int, shapes: list[tuple[tuple[int, ...], int]]
+) -> None:
+    """Whose first row, that of a padded sequence too, is not in the first column."""
+    cache = BatchWindowKVCache(FULL, padding, 100)
+    rows = mx.random.normal((2, 2, 160, 64), key=mx.random.key(1))
+    if before:
+        cache.update_and_fetch(rows[:, :, :before], rows[:, :, :before])
+    mask = cache.make_mask(100, return_array=True)
+    keys, values = cache.update_and_fetch(rows[:, :, 60:], rows[:, :, 60:])
+    asked = mx.random.normal((2, 6, 100, 64), key=mx.random.key(3))
     assert_as_mlx_lm([asked, keys, values, cache, 0.1, mask])
+    assert shapes == [(asked.shape, before + 100)]
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
@@ -284,6 +298,17 @@ def test_odd_shapes_are_mlx_lms_to_refuse(
         return found.shape
 
     assert answer(llama.scaled_dot_product_attention) == answer(OUTER)
+
+
+@pytest.mark.parametrize(("queries", "mask"), [(1, None), (70, "causal")])
+@pytest.mark.parametrize("values", [(2, 2, 71, 64), (2, 1, 70, 64)])
+def test_values_that_are_not_the_keys_are_mlx_lms(
+    queries: int, mask: Any, values: tuple[int, ...], shapes: list[tuple[tuple[int, ...], int]]
+) -> None:
+    asked, keys = mx.ones((2, 6, queries, 64)), mx.ones((2, 2, 70, 64))
+    with contextlib.suppress(ValueError):
+        llama.scaled_dot_product_attention(asked, keys, mx.ones(values), KVCache(), 0.1, mask)
+    assert shapes == [(asked.shape, 70)]
 
 
 def test_mlx_lms_quantized_rows_go_to_mlx_lm() -> None:

@@ -11,6 +11,8 @@ import pytest
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from engine.batch import BatchMode
+from engine.kv import routing
+from engine.kv.attention import PackedMatmul, Strategy
 from engine.kv.layout import probe
 from engine.kv.live import LiveCaches
 from engine.selfcheck import choose_mode
@@ -90,6 +92,29 @@ def test_the_cache_of_another_history_shows_in_any_layer(name: str) -> None:
 @pytest.mark.parametrize("name", ZOO)
 def test_each_architecture_runs_in_the_batch_as_it_can(name: str) -> None:
     assert choose_mode(animal(name), VOCABULARY_TOKENS) is MODES.get(name, BatchMode.BATCHED)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_no_architecture_shows_a_token_later_ones(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or else blocks of a prompt, as a CPU is asked for them (kv/on_cpu.py), would hide some."""
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.DeviceType.cpu))
+    model = animal(name)
+    alone = MODES.get(name) is BatchMode.ONE_ROW
+
+    def logits(strategy: Strategy | None) -> Any:
+        with routing.installed(strategy):
+            rows = [LiveCaches(model).fresh() for _ in range(1 if alone else 2)]
+            for n, caches in enumerate(rows):
+                mx.eval(model(mx.array([history(n)[: 9 - 4 * n]]), cache=caches))
+            layers = list(zip(*rows, strict=True))
+            held = rows[0] if alone else [of_rows[0].merge(list(of_rows)) for of_rows in layers]
+            tokens = [history(n + 2) + history(n + 4) for n in range(len(rows))]
+            return np.array(model(mx.array(tokens), cache=held).astype(mx.float32))
+
+    expected = logits(None)
+    assert np.abs(logits(PackedMatmul()) - expected).max() < 1e-3 * np.abs(expected).max()
 
 
 def wrapped(name: str) -> Any:

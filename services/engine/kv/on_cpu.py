@@ -11,12 +11,13 @@ from typing import Any, Final
 import mlx.core as mx
 
 from engine.kv.history import History
+from engine.kv.rotating import WindowHistory
 
 BLOCK: Final = 32
 """Queries of each head that are asked at once."""
 
 _WORTH: Final = 4
-"""Blocks pay up to so many columns for each query: an eighth at least are of later tokens."""
+"""Blocks are asked up to so many columns for each query: of more, little is of later tokens."""
 
 _Ask = Callable[[mx.array, mx.array, mx.array, mx.array | None], mx.array]
 
@@ -37,55 +38,56 @@ def attend(
     columns, width), the result as the queries with the values' width.
     """
 
-    def ask(q: mx.array, k: mx.array, v: mx.array, seen: mx.array | None) -> mx.array:
-        return attention(q, k, v, cache, scale, seen)
+    def ask(q: mx.array, k: mx.array, v: mx.array, its_mask: mx.array | None) -> mx.array:
+        return attention(q, k, v, cache, scale, its_mask)
 
-    if _are_grouped(queries, keys):
+    if _is_for_us(queries, keys, values):
         heads, count = queries.shape[1:3]
         kv_heads, columns = keys.shape[1:3]
         if count == 1 and heads > kv_heads and _is_of_one_query(mask, heads):
             return _stacked(ask, queries, keys, values, mask)
         if BLOCK < count <= columns <= _WORTH * count:
-            known = _without_later_tokens(mask, cache, heads, (count, columns))
-            if known is not None:
-                return _in_blocks(ask, queries, keys, values, known)
+            causal = _causal(mask, cache, heads, (count, columns))
+            if causal is not None:
+                return _in_blocks(ask, queries, keys, values, causal)
     return attention(queries, keys, values, cache, scale, mask)
 
 
-def _are_grouped(queries: mx.array, keys: Any) -> bool:
-    """Whether these are plain rows on a CPU, with equally many query heads for each KV head."""
-    if mx.default_device().type is not mx.DeviceType.cpu or not isinstance(keys, mx.array):
+def _is_for_us(queries: mx.array, keys: Any, values: Any) -> bool:
+    """Whether these are plain rows on a CPU, with as many query heads for each KV head."""
+    if mx.default_device().type is not mx.DeviceType.cpu:
         return False
-    if not queries.ndim == keys.ndim == 4 or not queries.size:
+    if not isinstance(keys, mx.array) or not isinstance(values, mx.array):
+        return False
+    if not queries.ndim == keys.ndim == values.ndim == 4 or not queries.size:
         return False
     heads, kv_heads = queries.shape[1], keys.shape[1]
-    return 0 < kv_heads <= heads and heads % kv_heads == 0
-
-
-def _is_of_heads(mask: Any, heads: int) -> bool:
-    return isinstance(mask, mx.array) and mask.ndim <= 4 and set(mask.shape[-3:-2]) <= {1, heads}
+    return values.shape[:3] == keys.shape[:3] and 0 < kv_heads <= heads and heads % kv_heads == 0
 
 
 def _is_of_one_query(mask: Any, heads: int) -> bool:
-    return mask is None or (_is_of_heads(mask, heads) and set(mask.shape[-2:-1]) <= {1})
+    return mask is None or (_is_array_for(mask, heads) and set(mask.shape[-2:-1]) <= {1})
 
 
-def _without_later_tokens(
-    mask: Any, cache: Any, heads: int, shape: tuple[int, int]
-) -> mx.array | None:
-    """The mask, if no query sees more columns than the last of them less one for each query
-    behind it.
+def _is_array_for(mask: Any, heads: int) -> bool:
+    """Whether it is an array for all heads alike or for each."""
+    return isinstance(mask, mx.array) and mask.ndim <= 4 and set(mask.shape[-3:-2]) <= {1, heads}
 
-    Over all rows of a History any mask is so: what a row holds must not depend on what comes
-    after it, or it could not be held for anything else. A window that has turned, whose columns
-    are no positions, holds fewer rows than several queries see. `shape`: queries, columns.
+
+def _causal(mask: Any, cache: Any, heads: int, shape: tuple[int, int]) -> mx.array | None:
+    """The mask as an array (..., queries, columns), of this shape, if it hides later tokens and
+    those are in the last columns.
+
+    Over all rows of a History they are, and no model of mlx-lm's lets a token see later ones. The
+    columns of a window are in another order.
     """
     count, columns = shape
     if isinstance(mask, str) and mask == "causal":
         return mx.arange(columns) <= mx.arange(columns - count, columns)[:, None]
-    if not _is_of_heads(mask, heads) or mask.shape[-2:] != shape:
+    if not _is_array_for(mask, heads) or mask.shape[-2:] != shape:
         return None
-    return mask if isinstance(cache, History) and cache.size() == columns else None
+    in_order = isinstance(cache, History) and not isinstance(cache, WindowHistory)
+    return mask if in_order and cache.size() == columns else None
 
 
 def _stacked(
@@ -111,7 +113,7 @@ def _in_blocks(
     found = []
     for start in range(0, count, BLOCK):
         stop = min(start + BLOCK, count)
-        block, seen = slice(start, stop), slice(before + stop)
-        rows = keys[:, :, seen], values[:, :, seen]
-        found.append(_stacked(ask, queries[:, :, block], *rows, mask[..., block, seen]))
+        block, columns = slice(start, stop), slice(before + stop)
+        rows = keys[:, :, columns], values[:, :, columns]
+        found.append(_stacked(ask, queries[:, :, block], *rows, mask[..., block, columns]))
     return mx.concatenate(found, axis=2)
