@@ -4,8 +4,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from cachestore import record
+from cachestore import node, record
 from cachestore.check import Check
+from cachestore.config import TOKEN_BYTES
 from cachestore.eviction import Candidate
 from cachestore.store import Extent, Store
 
@@ -26,8 +27,9 @@ class Progress:
 
 
 def verify(store: Store, now: float, memory: Callable[[Extent], memoryview]) -> Iterator[Progress]:
-    """Reads each record that is held at the beginning, and then checks the bookkeeping, which
-    makes a store that contradicts itself fail.
+    """Reads each record that is held at the beginning, all but the rows' own bytes, of which
+    nothing is known, and then checks the bookkeeping, which makes a store that contradicts itself
+    fail.
 
     The store may change between two steps, each of which takes about 5 ms.
     """
@@ -71,4 +73,26 @@ def _read(held: Candidate, memory: memoryview, like: record.Record | None) -> re
         raise record.RecordError(
             f"{found.rows} rows, but the tree has {held.span.first_row + held.span.rows}"
         )
+    if not found.belongs(memory, _path(held)):
+        raise record.RecordError("it is of other tokens than the tree has")
     return found
+
+
+def _path(held: Candidate) -> bytes:
+    """What the record says that it is of, by the tree (see record.paths)."""
+    if isinstance(held, node.Checkpoint):
+        tokens, rows = _tokens(held.record), range(held.position - 1, held.position)
+    else:
+        first = held.start - held.span.first_row
+        tokens, rows = _tokens(held), range(first, held.start + held.rows)
+    (path,) = record.paths(held.namespace, tokens, [rows])
+    return path
+
+
+def _tokens(held: node.Record) -> bytes:
+    """From the beginning of its sequences to the end of its run."""
+    runs = [held.run]
+    while held.parent is not None:
+        runs.append(held.parent.run[: held.fork * TOKEN_BYTES])
+        held = held.parent
+    return b"".join(reversed(runs))

@@ -1,6 +1,6 @@
 """Records as engines write them, small and with arbitrary rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cachestore import record
 from cachestore.client import Client, NewCheckpoint
@@ -25,6 +25,16 @@ def write(
 ) -> int:
     """Stores the whole sequence; returns the rows that were inserted. With positions of
     checkpoints, or none of them, the namespace is a checkpointed one."""
+    return begin(client, sequence, namespace, checkpoints)()
+
+
+def begin(
+    client: Client,
+    sequence: bytes,
+    namespace: bytes = NAMESPACE,
+    checkpoints: Sequence[int] | None = None,
+) -> Callable[[], int]:
+    """Reserves; what is returned writes and commits, as `write`."""
     nbytes = record.plan(SCHEMA, 1).record_bytes
     reservation = client.reserve(
         namespace,
@@ -43,14 +53,12 @@ def write(
         record.write_header(layout, path, extent)
         return layout.record_bytes
 
-    return client.commit(
-        reservation.id,
-        [
-            fill(client.extent(p), range(p.first_token, p.first_token + p.rows))
-            for p in reservation.pieces
-        ],
-        [
-            fill(client.extent(s), range(s.position - 1, s.position))
-            for s in reservation.checkpoints
-        ],
-    )
+    def commit() -> int:
+        pieces, states = reservation.pieces, reservation.checkpoints
+        return client.commit(
+            reservation.id,
+            [fill(client.extent(p), range(p.first_token, p.first_token + p.rows)) for p in pieces],
+            [fill(client.extent(s), range(s.position - 1, s.position)) for s in states],
+        )
+
+    return commit
