@@ -86,7 +86,7 @@ class StoreMachine(RuleBasedStateMachine):
         positions = positions_of(data, namespace, ids)
         start = data.draw(st.integers(0, len(ids))) if positions else 0
         first_row = data.draw(st.just(0) | st.integers(0, len(ids) - 1))
-        known = self.rows_held(namespace, ids) if first_row else 0
+        known = self.ledger.rows_held(self.sessions[0], namespace, ids) if first_row else 0
         held, before = self.ledger.held(namespace), dict(self.store.stored)
         try:
             reservation = self.bench.reserve(
@@ -94,12 +94,7 @@ class StoreMachine(RuleBasedStateMachine):
             )
         except Refused as refusal:
             if refusal.code is RefusalCode.FAILED_PRECONDITION:
-                # Rows that the writer does not have, and that the store had and has no more.
-                assert first_row > known
-                assert (
-                    first_row > self.ledger.best(namespace, ids)[1]
-                    or not self.ledger.nothing_left()
-                )
+                assert self.ledger.may_lack(namespace, ids[:first_row], known)
                 assert self.store.stored == before
             elif refusal.code is not RefusalCode.RESOURCE_EXHAUSTED:
                 raise
@@ -271,18 +266,9 @@ class StoreMachine(RuleBasedStateMachine):
         self, namespace: bytes, ids: Ids, positions: list[int] | None
     ) -> Announced | None:
         """What a lookup of these has announced, if anybody could wait for it."""
-        done = self.rows_held(namespace, ids)
+        done = self.ledger.rows_held(self.sessions[0], namespace, ids)
         announced = Announced(ids, done, positions)
         return announced if announced.worth(ids) > done else None
-
-    def rows_held(self, namespace: bytes, ids: Ids) -> int:
-        """How many rows of these a lookup is served at most."""
-        if namespace == CHECKPOINTED:
-            return self.ledger.usable(namespace, ids)
-        # What another lookup was served may be fewer: it can have a limit.
-        match = self.bench.lookup(ids, len(ids), namespace, self.sessions[0])
-        self.store.release(self.sessions[0], [match.lease_id], self.bench.now)
-        return match.rows
 
     def announcements(self, namespace: bytes) -> list[Announced]:
         return [

@@ -7,7 +7,7 @@ from cachestore.checkpoints import BRANCH_IDLE_SECONDS
 from cachestore.eviction import Candidate
 from cachestore.node import Checkpoint, Record
 from cachestore.store import MatchKind
-from tests.support.claims import Ids, Writer
+from tests.support.claims import CHECKPOINTED, Ids, Writer
 from tests.support.stores import Bench
 
 
@@ -65,6 +65,20 @@ class Ledger:
         served on."""
         _, depth = self.best(namespace, ids)
         return range(depth if self.nothing_left() else served, depth + 1)
+
+    def rows_held(self, session: int, namespace: bytes, ids: Ids) -> int:
+        """How many rows of these a lookup is served at most: with a limit it would be fewer."""
+        if namespace == CHECKPOINTED:
+            return self.usable(namespace, ids)
+        match = self.bench.lookup(ids, len(ids), namespace, session)
+        self.bench.store.release(session, [match.lease_id], self.bench.now)
+        return match.rows
+
+    def may_lack(self, namespace: bytes, ids: Ids, served: int) -> bool:
+        """Whether the last of these rows may have left, or never been there, when a lookup of
+        them is served so many."""
+        there = self.nothing_left() and self.best(namespace, ids)[1] == len(ids)
+        return served < len(ids) and not there
 
     def nothing_left(self) -> bool:
         return self.lost == 0 and self.bench.store.statistics(self.bench.now).evictions == 0
