@@ -1,5 +1,6 @@
 """Everything that is held, read and checked, a little at a time."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -91,8 +92,5 @@ def _path(held: Candidate) -> bytes:
 
 def _tokens(held: node.Record) -> bytes:
     """From the beginning of its sequences to the end of its run."""
-    runs = [held.run]
-    while held.parent is not None:
-        runs.append(held.parent.run[: held.fork * TOKEN_BYTES])
-        held = held.parent
-    return b"".join(reversed(runs))
+    runs = [above.run[: below.fork * TOKEN_BYTES] for above, below in itertools.pairwise(held.path)]
+    return b"".join([*runs, held.run])

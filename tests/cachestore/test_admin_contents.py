@@ -57,13 +57,15 @@ def test_ls_shows_every_record(stored: Cachestore) -> None:
     assert "and 1 more" in table
 
 
-@pytest.mark.parametrize(("sort", "order"), [("hits", [4, 1, 2, 3]), ("age", [2, 3, 4, 1])])
+@pytest.mark.parametrize(
+    ("sort", "order"), [("bytes", [1, 2, 3, 4]), ("hits", [4, 1, 2, 3]), ("age", [2, 3, 4, 1])]
+)
 def test_ls_sorts(stored: Cachestore, sort: str, order: list[int]) -> None:
     found = objects(stored, "ls", "--sort", sort)
     assert [entry["record_id"] for entry in found] == order
 
 
-def test_ls_sorts_by_bytes(daemon: Cachestore) -> None:
+def test_ls_sorts_by_bytes_what_was_stored_otherwise(daemon: Cachestore) -> None:
     with daemon.client() as client:
         for first, count in enumerate((100, 1, 200)):
             records.write(client, entries.tokens(count, first))
